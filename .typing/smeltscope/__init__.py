@@ -1,0 +1,1 @@
+../../src/smeltscope/__init__.py

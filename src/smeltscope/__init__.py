@@ -1,0 +1,33 @@
+"""smeltscope: see what the second visit of a looped transformer does."""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from smeltscope.errors import SmeltscopeError
+
+try:
+    __version__ = version("smeltscope")
+except PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+unknown"
+
+# Everything below imports torch or xarray, so it is loaded when first asked for:
+# `probe --help` must answer at once.
+_LAZY = {
+    "capture": "smeltscope.activations",
+    "open": "smeltscope.activations",
+    "load_model": "smeltscope.model",
+    "tiny": "smeltscope.model",
+}
+
+__all__ = ["SmeltscopeError", "__version__", "capture", "load_model", "open", "tiny"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'smeltscope' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
