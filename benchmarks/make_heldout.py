@@ -18,7 +18,7 @@ from pathlib import Path
 
 SHORTEST = 3_000  # characters: shorter documents are left out
 # Tables and generated pages that repeat each other, source code among the mathematics.
-LEFT_OUT = ("/encodings/", "-members.html", "/_modules/")
+LEFT_OUT = ("/encodings/", "-members.html", "ibor", "/_modules/")
 
 
 @dataclass(frozen=True, kw_only=True)

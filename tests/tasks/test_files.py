@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import locale
 import lzma
 import socket
 
@@ -88,6 +89,17 @@ def test_a_text_file_is_one_document(tmp_path, tokenizer, suffix):
     assert tokenizer.decode(found.tokens, skip_special_tokens=True) == "Once.\n\nTwice."
     [info] = found.documents
     assert (info.id, info.category, info.file) == (f"{path.name}:1", "my [1]::tale", path.name)
+
+
+def test_compressed_text_needs_utf8(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.txt").write_text("é", encoding="utf-8")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("é".encode()))
+    monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "cp1252")
+    assert load(tmp_path / "a.txt", tokenizer).lengths.tolist() == [3]
+    with pytest.raises(
+        SmeltscopeError, match=r"a\.txt\.gz would be read as cp1252: set PYTHONUTF8"
+    ):
+        load(tmp_path / "a.txt.gz", tokenizer)
 
 
 def test_missing_fields_and_blank_lines(tmp_path):

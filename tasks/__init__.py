@@ -1,0 +1,13 @@
+"""What a model is run on: held-out text, and Dyck prompts."""
+
+from smeltscope.tasks.batches import pad_batch, plan_batches
+from smeltscope.tasks.text import DocumentInfo, HeldOut, load_heldout, shipped_heldout
+
+__all__ = [
+    "DocumentInfo",
+    "HeldOut",
+    "load_heldout",
+    "pad_batch",
+    "plan_batches",
+    "shipped_heldout",
+]
