@@ -40,29 +40,35 @@ class Attention:
     learned_sink: Tensor | None  # (B, H, Q), float32
 
     def mass_on(self, keys: Tensor) -> Tensor:
-        """Attention mass of every query on chosen keys, the same for all heads.
+        """Attention mass of every query on chosen keys.
 
-        `keys` (B, N) holds positions; the result (B, H, Q, N) is float32, 0 where the key is hidden and NaN
-        for queries that see no key at all (padding on the left).
+        `keys` holds positions, (B, N) for all heads alike or (B, H, N); the result (B, H, Q, N) is float32, 0 where
+        the key is hidden and NaN for queries that see no key at all (padding on the left).
         """
-        chosen = self.key.gather(
-            2, keys[:, None, :, None].expand(-1, self.key.shape[1], -1, self.key.shape[3])
-        )
-        scores = self._scores(self.query, chosen)  # (B, H, Q, N)
+        rows, heads, queries, size = self.query.shape
+        if keys.ndim == 2:
+            keys = keys[:, None].expand(-1, heads, -1)
+        shared = heads // self.key.shape[1]  # query heads on one key head
+        by_head = self.key[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2)  # (B, H, K, D)
+        chosen = by_head.gather(2, keys[..., None].expand(-1, -1, -1, size))  # (B, H, N, D)
+        # A product in bfloat16 would be off by more than what is measured here.
+        scores = self.query.float() @ chosen.float().transpose(2, 3)  # (B, H, Q, N)
+        scores.mul_(self.scale)
         if self.bias is not None:
-            scores = _add_bias(scores, _take_keys(self.bias, keys))
+            bias = self.bias.expand(rows, heads, -1, -1)
+            index = keys[:, :, None].expand(-1, -1, queries, -1)
+            scores = _add_bias(scores, bias.gather(3, index))
         if self.causal:
-            queries = torch.arange(self.query.shape[2], device=keys.device)
-            hidden = keys[:, None, :] > queries[None, :, None]  # (B, Q, N)
-            scores = scores.masked_fill(hidden[:, None], -torch.inf)
-        return (scores - self.lse[..., None]).exp_()
+            positions = torch.arange(queries, device=keys.device)
+            scores.masked_fill_(keys[:, :, None] > positions[:, None], -torch.inf)
+        return scores.sub_(self.lse[..., None]).exp_()
 
     def rows(self, queries: Tensor) -> Tensor:
         """Whole attention rows of chosen queries: `queries` (B, N) -> (B, H, N, K), float32."""
         chosen = self.query.gather(
             2, queries[:, None, :, None].expand(-1, self.query.shape[1], -1, self.query.shape[3])
         )
-        scores = self._scores(chosen, self.key)  # (B, H, N, K)
+        scores = _grouped_scores(chosen, self.key, self.scale)  # (B, H, N, K)
         if self.bias is not None:
             scores = _add_bias(scores, _take_queries(self.bias, queries))
         if self.causal:
@@ -81,8 +87,8 @@ class Attention:
         if self.causal:
             seen = keys[:, None, :] <= queries[None, :, None]
         if self.bias is not None:
-            bias = _take_keys(self.bias[:, :1], keys)[:, 0]
-            seen = seen & _seen(bias)
+            bias = self.bias[:, 0].expand(len(keys), -1, -1)  # visibility is the same for all heads
+            seen = seen & _seen(bias.gather(2, keys[:, None].expand(-1, len(queries), -1)))
         return seen
 
     def keys_seen(self) -> Tensor:
@@ -97,19 +103,12 @@ class Attention:
         counts = torch.arange(1, queries + 1, device=self.query.device).clamp_(max=keys)
         return (counts if self.causal else torch.full_like(counts, keys)).expand(rows, -1)
 
-    def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        # A product in bfloat16 would be off by more than what is measured here.
-        heads = query.shape[1]
-        grouped = rearrange(query.float(), "b (g r) q d -> b g (r q) d", g=key.shape[1])
-        scores = grouped @ key.float().transpose(2, 3)  # (B, G, r * Q, K)
-        scores.mul_(self.scale)
-        return rearrange(scores, "b g (r q) k -> b (g r) q k", r=heads // key.shape[1])
 
-
-def _take_keys(bias: Tensor, keys: Tensor) -> Tensor:
-    """bias (B or 1, H or 1, Q, K) at keys (B, N) -> (B, H or 1, Q, N)."""
-    bias = bias.expand(keys.shape[0], -1, -1, -1)
-    return bias.gather(3, keys[:, None, None, :].expand(-1, bias.shape[1], bias.shape[2], -1))
+def _grouped_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """scale * query . key in float32, without repeating the key heads: (B, H, Q, D), (B, G, K, D) -> (B, H, Q, K)."""
+    grouped = rearrange(query.float(), "b (g r) q d -> b g (r q) d", g=key.shape[1])
+    scores = (grouped @ key.float().transpose(2, 3)).mul_(scale)  # (B, G, r * Q, K)
+    return rearrange(scores, "b g (r q) k -> b (g r) q k", q=query.shape[2])
 
 
 def _take_queries(bias: Tensor, queries: Tensor) -> Tensor:
@@ -229,7 +228,11 @@ class _KernelLogSumExp(TorchDispatchMode):
         self.lse: Tensor | None = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.scaled_dot_product_attention.default:
@@ -263,9 +266,7 @@ def _plain_lse(
     blocks = []
     for start in range(0, query.shape[2], block):
         part = query[:, :, start : start + block]
-        grouped = rearrange(part.float(), "b (g r) q d -> b g (r q) d", g=key.shape[1])
-        scores = (grouped @ key.float().transpose(2, 3)) * scale
-        scores = rearrange(scores, "b g (r q) k -> b (g r) q k", q=part.shape[2])
+        scores = _grouped_scores(part, key, scale)
         if bias is not None:
             scores = _add_bias(scores, bias[:, :, start : start + block])
         if causal:

@@ -59,7 +59,9 @@ def capture(
 class Capture:
     """A watched model. `executions` lists what runs in one forward, in order."""
 
-    def __init__(self, model: PreTrainedModel, sites: Sequence[str], on_site: OnSite | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, sites: Sequence[str], on_site: OnSite | None
+    ) -> None:
         unknown = set(sites) - set(SITES)
         if unknown:
             raise SmeltscopeError(

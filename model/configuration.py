@@ -110,7 +110,9 @@ class SmeltConfig(Qwen3MoeConfig):
                 f"{self.num_physical_layers}."
             )
         if self.num_visits < 1:
-            raise SmeltscopeError(f"num_visits is {self.num_visits}; a layer is visited at least once.")
+            raise SmeltscopeError(
+                f"num_visits is {self.num_visits}; a layer is visited at least once."
+            )
 
     def _check_sizes(self) -> None:
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model.smelt import SmeltForCausalLM
+from smeltscope.model.smelt import SmeltForCausalLM, with_visits
 
 SHIPPED_FOLDER = Path(__file__).parent / "checkpoints"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -147,7 +147,9 @@ def load_model(
             )
     except SmeltscopeError as error:
         raise SmeltscopeError(f"{folder / 'config.json'}: {error}") from error
-    except Exception as error:  # transformers raises many kinds; each ends as one sentence, the cause kept
+    except (
+        Exception
+    ) as error:  # transformers raises many kinds; each ends as one sentence, the cause kept
         raise SmeltscopeError(
             f"The checkpoint {folder} could not be loaded: {_first_line(error)}"
         ) from error
@@ -164,15 +166,16 @@ def load_model(
                 f"--visits changes the loop of a SMELT checkpoint or its Baseline; {folder} is a "
                 f"{type(model).__name__}."
             )
-        from smeltscope.model.smelt import with_visits
-
         model = with_visits(model, visits)
     return model.to(device).eval()
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint folder, or None where there is none (token arrays need none)."""
-    if not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+    if not any(
+        (folder / f).exists()
+        for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
         return None
     try:
         with _quiet():
@@ -204,7 +207,9 @@ def _check_files(folder: Path, allow_pickle: bool) -> None:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise SmeltscopeError(f"{config} is not valid JSON: {error}; save the checkpoint again.") from error
+        raise SmeltscopeError(
+            f"{config} is not valid JSON: {error}; save the checkpoint again."
+        ) from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise SmeltscopeError(f"{config} names no model_type; it is no transformers configuration.")
     weights = sorted(folder.glob("*.safetensors"))
@@ -229,7 +234,9 @@ def _check_files(folder: Path, allow_pickle: bool) -> None:
 
 def _context_of(config: Any) -> int:
     config = config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    context = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "n_positions", None
+    )
     return int(context) if context else 4096
 
 

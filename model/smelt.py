@@ -71,6 +71,10 @@ class SmeltDecoderLayer(Qwen3MoeDecoderLayer):
             self.mlp = ScaledSparseMoeBlock(config, config.residual_scale)
 
 
+# What decides which stored configuration belongs to a checkpoint.
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
 class SmeltPreTrainedModel(Qwen3MoePreTrainedModel):
     config_class = SmeltConfig
     config: SmeltConfig
@@ -86,6 +90,23 @@ class SmeltPreTrainedModel(Qwen3MoePreTrainedModel):
         # transformers looks for a decorator in this file's source, finds none and would fall back to the slow
         # eager experts; the experts are Qwen3-MoE's own, which have every implementation.
         return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        if isinstance(config, SmeltConfig):
+            hub = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
+            stored = SmeltConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            if config.executions != stored.executions:
+                # A checkpoint names its layers by execution: they would load into the wrong places.
+                raise SmeltscopeError(
+                    "The given configuration runs other executions than the checkpoint was saved with; "
+                    "use SmeltForCausalLM.from_pretrained(folder, num_visits=...) instead."
+                )
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *args, config=config, **kwargs
+        )
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # The stock version drops the mapping unless the embeddings are tied.
@@ -109,6 +130,11 @@ class SmeltModel(SmeltPreTrainedModel, Qwen3MoeModel):
     def __init__(self, config: SmeltConfig) -> None:
         # Qwen3MoeModel's own __init__ would build its layers first, at the price of a second model.
         SmeltPreTrainedModel.__init__(self, config)
+        if config.num_hidden_layers != len(config.executions):
+            raise SmeltscopeError(
+                f"The configuration was changed after it was made: {config.num_hidden_layers} executions "
+                f"became {len(config.executions)}; use config.with_visits(...) instead."
+            )
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -138,7 +164,11 @@ class SmeltForCausalLM(SmeltPreTrainedModel, Qwen3MoeForCausalLM, GenerationMixi
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, num_visits: int | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        num_visits: int | None = None,
+        **kwargs: Any,
     ) -> "SmeltForCausalLM":
         """Load a checkpoint, to run with `num_visits` visits (by default as it was trained)."""
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

@@ -118,7 +118,9 @@ def tiny(name: str = "smelt", *, seed: int = 0, **overrides: Any) -> PreTrainedM
     Raises `SmeltscopeError` for an unknown name.
     """
     if name not in _BUILDERS:
-        raise SmeltscopeError(f"No tiny model is called {name!r}; there are {', '.join(TINY_MODELS)}.")
+        raise SmeltscopeError(
+            f"No tiny model is called {name!r}; there are {', '.join(TINY_MODELS)}."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _BUILDERS[name](**overrides)

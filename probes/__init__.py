@@ -1,1 +1,7 @@
-"""TODO"""
+"""The diagnostics: one file for each probe, the runner that feeds them, and their statistics."""
+
+from smeltscope.probes.attention_sink import AttentionSink
+from smeltscope.probes.probe import Batch, ModelShape, Probe
+from smeltscope.probes.runner import RunOptions, run_probes
+
+__all__ = ["AttentionSink", "Batch", "ModelShape", "Probe", "RunOptions", "run_probes"]

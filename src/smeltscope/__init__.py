@@ -14,18 +14,19 @@ except PackageNotFoundError:  # a checkout that was never installed
 # Everything below imports torch or xarray, so it is loaded when first asked for:
 # `probe --help` must answer at once.
 _LAZY = {
-    "capture": "smeltscope.activations",
-    "open": "smeltscope.activations",
-    "load_model": "smeltscope.model",
-    "tiny": "smeltscope.model",
+    "capture": ("smeltscope.activations", "capture"),
+    "load_checkpoint": ("smeltscope.model", "load_checkpoint"),
+    "open": ("smeltscope.activations", "open_run"),
+    "tiny": ("smeltscope.model", "tiny"),
 }
 
-__all__ = ["SmeltscopeError", "__version__", "capture", "load_model", "open", "tiny"]
+__all__ = ["SmeltscopeError", "__version__", *_LAZY]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        module, attribute = _LAZY[name]
+        return getattr(import_module(module), attribute)
     raise AttributeError(f"module 'smeltscope' has no attribute {name!r}")
 
 

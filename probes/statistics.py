@@ -1,0 +1,119 @@
+"""Averages over segments and their uncertainty: sums over counts, resampled by document."""
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS = 1000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Which document each segment belongs to, and which category each document."""
+
+    of_segment: np.ndarray  # (segment,), index of the document
+    category: np.ndarray  # (document,), index of the category
+
+    @classmethod
+    def from_labels(cls, document: np.ndarray, category: np.ndarray) -> "Documents":
+        """From one document label and one category label for each segment."""
+        _, first, of_segment = np.unique(document, return_index=True, return_inverse=True)
+        _, codes = np.unique(np.asarray(category)[first], return_inverse=True)
+        return cls(of_segment=of_segment, category=codes)
+
+    def __len__(self) -> int:
+        return len(self.category)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """(segment, ...) summed over the segments of each document, NaN counting nothing: (document, ...)."""
+        flat = np.nan_to_num(np.asarray(values, dtype=np.float64)).reshape(len(values), -1)
+        sums = np.zeros((len(self), flat.shape[1]))
+        np.add.at(sums, self.of_segment, flat)
+        return sums.reshape(len(self), *values.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A value, and as many of it as the bootstrap drew. `draws` is (draw, ...) where `value` is (...)."""
+
+    value: np.ndarray
+    draws: np.ndarray
+
+    def __sub__(self, other: "Estimate") -> "Estimate":
+        """The paired difference: both were drawn with the same documents."""
+        return Estimate(value=self.value - other.value, draws=self.draws - other.draws)
+
+    def __getitem__(self, index: object) -> "Estimate":
+        """A part of the value: `estimate[3]`, `estimate[:, 2]`."""
+        index = index if isinstance(index, tuple) else (index,)
+        return Estimate(value=self.value[index], draws=self.draws[(slice(None), *index)])
+
+    def mean(self, axis: int = -1) -> "Estimate":
+        """The mean over an axis of the value (heads, say), entries without a value left out."""
+        with np.errstate(invalid="ignore"):
+            inner = axis if axis < 0 else axis + 1
+            return Estimate(value=_mean(self.value, axis), draws=_mean(self.draws, inner))
+
+    def where(self, keep: np.ndarray) -> "Estimate":
+        """NaN wherever `keep`, which broadcasts against the value, is False."""
+        return Estimate(
+            value=np.where(keep, self.value, np.nan), draws=np.where(keep, self.draws, np.nan)
+        )
+
+    def flatten(self) -> "Estimate":
+        """All axes of the value as one."""
+        return Estimate(
+            value=self.value.ravel(), draws=self.draws.reshape(len(self.draws), self.value.size)
+        )
+
+    def interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """The percentile interval at 95 %; NaN where it cannot be drawn (a single document)."""
+        tail = 100 * (1 - LEVEL) / 2
+        if len(self.draws) == 0:
+            nothing = np.full_like(self.value, np.nan)
+            return nothing, nothing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing but NaN gives NaN
+            low, high = np.nanpercentile(self.draws, [tail, 100 - tail], axis=0)
+        return low, high
+
+
+def bootstrap_weights(documents: Documents, *, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+    """How often each document is drawn, (draw, document): with replacement, within each category.
+
+    The intervals made with them cover the choice of documents, not the training seed. Without
+    two documents in some category there is nothing to draw: (0, document).
+    """
+    rng = np.random.default_rng(seed)
+    sizes = np.bincount(documents.category)
+    if sizes.max(initial=0) < 2:
+        return np.zeros((0, len(documents)))
+    weights = np.zeros((draws, len(documents)))
+    for category, size in enumerate(sizes):
+        members = np.flatnonzero(documents.category == category)
+        weights[:, members] = rng.multinomial(size, np.full(size, 1 / size), size=draws)
+    return weights
+
+
+def ratio(
+    numerator: np.ndarray, denominator: np.ndarray, documents: Documents, weights: np.ndarray
+) -> Estimate:
+    """sum over segments of `numerator` / sum of `denominator`, and the same for every bootstrap draw.
+
+    Both are (segment, ...); the denominator broadcasts over trailing axes that it lacks. 0 / 0 is NaN.
+    """
+    up, down = documents.sums(numerator), documents.sums(denominator)
+    down = down.reshape(down.shape + (1,) * (up.ndim - down.ndim))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = up.sum(0) / down.sum(0)
+        drawn = np.tensordot(weights, up, 1) / np.tensordot(weights, down, 1)
+    return Estimate(value=value, draws=drawn)
+
+
+def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+    """numpy's nanmean without its warning for slices that hold nothing."""
+    count = np.isfinite(values).sum(axis)
+    with np.errstate(invalid="ignore"):
+        return np.where(count > 0, np.nansum(values, axis) / np.maximum(count, 1), np.nan)

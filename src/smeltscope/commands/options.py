@@ -1,0 +1,162 @@
+"""Options that several commands share, and what they make of them."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from smeltscope.errors import SmeltscopeError
+
+if TYPE_CHECKING:
+    from smeltscope.model import Checkpoint
+    from smeltscope.tasks import HeldOut
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DEFAULT_MAX_LENGTH = 4096
+
+
+class TokenCount(click.ParamType):
+    """A number of tokens: 4096, 200k, 1M."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", value.replace("_", "").replace(",", ""))
+        if match is None:
+            self.fail(f"{value!r} is no number of tokens; write 4096, 200k or 1M.", param, ctx)
+        count = round(float(match[1]) * {"": 1, "k": 1_000, "m": 1_000_000}[match[2].lower()])
+        if count < 1:
+            self.fail("at least one token is needed.", param, ctx)
+        return count
+
+
+def model_options(command: Command) -> Command:
+    """Which model, and how it runs."""
+    for option in reversed(
+        [
+            click.option(
+                "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
+                help="A checkpoint folder, a name on the Hugging Face hub, or a shipped checkpoint.",
+            ),
+            click.option(
+                "--visits", type=click.IntRange(1), metavar="N",
+                help="Run a SMELT checkpoint or its Baseline with this many visits.",
+            ),
+            click.option(
+                "--device", default="auto", show_default=True, metavar="auto|cpu|cuda",
+                help="Where the model runs; auto takes a GPU if there is one.",
+            ),
+            click.option(
+                "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+                show_default=True,
+                help="Number type of the model; auto is float32 on the CPU, else the checkpoint's.",
+            ),
+            click.option(
+                "--allow-pickle", is_flag=True,
+                help="Load pickled weights, which can run code; safetensors only by default.",
+            ),
+            click.option(
+                "--trust-remote-code", is_flag=True, help="Run code that comes with the checkpoint."
+            ),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def data_options(command: Command) -> Command:
+    """Which text, and how it is cut."""
+    for option in reversed(
+        [
+            click.option(
+                "--data", multiple=True, metavar="PATH",
+                help="Text to run on: .txt, .jsonl, .parquet (also .gz, .xz, .zst, .bz2), a datasets folder, token arrays "
+                ".npy or .bin, or a folder of these; repeatable. [default: the shipped held-out text]",
+            ),
+            click.option(
+                "--tokens", type=TokenCount(), metavar="N",
+                help="How many tokens to run on, start tokens included: 200k, 1M. [default: all]",
+            ),
+            click.option(
+                "--max-length", type=TokenCount(), metavar="N",
+                help=f"The longest segment. [default: the model's context, at most {DEFAULT_MAX_LENGTH}]",
+            ),
+            click.option(
+                "--no-bos", is_flag=True, help="Don't begin each segment with the start token."
+            ),
+            click.option(
+                "--token-dtype", metavar="DTYPE", help="Number type of .bin token files: uint16, uint32."
+            ),
+            click.option(
+                "--split-token", type=click.IntRange(0), metavar="ID",
+                help="Token that parts the documents of token arrays. [default: start and end token]",
+            ),
+            click.option(
+                "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
+                help="Tokens of one forward, padding included; bounds the memory.",
+            ),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def output_options(command: Command) -> Command:
+    """Where results go."""
+    for option in reversed(
+        [
+            click.option(
+                "--seed", type=int, default=0, show_default=True, help="Seed of the bootstrap."
+            ),
+            click.option(
+                "--out", type=click.Path(path_type=Path), metavar="FILE",
+                help="The run file. [default: named after the probe and the checkpoint]",
+            ),
+            click.option("--force", is_flag=True, help="Replace files that exist."),
+            click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON."),
+            click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
+        ]
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def load_data(
+    checkpoint: "Checkpoint",
+    *,
+    data: tuple[str, ...],
+    tokens: int | None,
+    max_length: int | None,
+    no_bos: bool,
+    token_dtype: str | None,
+    split_token: int | None,
+) -> tuple["HeldOut", int]:
+    """The held-out text that the data options ask for, and the longest segment."""
+    from smeltscope.tasks import load_heldout, shipped_heldout
+
+    if max_length is None:
+        max_length = min(checkpoint.context, DEFAULT_MAX_LENGTH)
+    elif max_length > checkpoint.context:
+        raise SmeltscopeError(
+            f"--max-length {max_length} exceeds the context of {checkpoint.name}, {checkpoint.context} tokens."
+        )
+    if checkpoint.tokenizer is None:
+        raise SmeltscopeError(
+            f"{checkpoint.folder} holds no tokenizer; save one beside the model with save_pretrained."
+        )
+    heldout = load_heldout(
+        list(data) or shipped_heldout(),
+        checkpoint.tokenizer,
+        tokens=tokens,
+        max_length=max_length,
+        bos=not no_bos,
+        vocab_size=checkpoint.model.get_input_embeddings().weight.shape[0],
+        token_dtype=token_dtype,
+        split_token=split_token,
+    )
+    return heldout, max_length
