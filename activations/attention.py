@@ -48,9 +48,9 @@ class Attention:
         rows, heads, queries, size = self.query.shape
         if keys.ndim == 2:
             keys = keys[:, None].expand(-1, heads, -1)
-        shared = heads // self.key.shape[1]  # query heads on one key head
-        by_head = self.key[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2)  # (B, H, K, D)
-        chosen = by_head.gather(2, keys[..., None].expand(-1, -1, -1, size))  # (B, H, N, D)
+        by_group = rearrange(keys, "b (g r) n -> b g (r n)", g=self.key.shape[1])
+        chosen = self.key.gather(2, by_group[..., None].expand(-1, -1, -1, size))
+        chosen = rearrange(chosen, "b g (r n) d -> b (g r) n d", n=keys.shape[2])
         # A product in bfloat16 would be off by more than what is measured here.
         scores = self.query.float() @ chosen.float().transpose(2, 3)  # (B, H, Q, N)
         scores.mul_(self.scale)
@@ -146,7 +146,8 @@ def attend(
     """transformers' SDPA attention, and the `Attention` that it computed.
 
     Takes what transformers hands to an attention function; the output (B, Q, H, D) is bit-equal to
-    `sdpa_attention_forward`, whose own kernel call is what gives the log-sum-exp. Learned sinks, which SDPA lacks,
+    `sdpa_attention_forward` (with a position bias equal within rounding), whose own kernel call is what gives the
+    log-sum-exp. Learned sinks, which SDPA lacks,
     are applied through it: a logit s turns lse into log(exp(lse) + exp(s)) and scales the output by exp of the difference.
 
     Raises `SmeltscopeError` for anything else that a model adds to attention.
@@ -162,33 +163,39 @@ def attend(
         output, _ = sdpa_attention_forward(
             module, query, key, value, bias, dropout=dropout, scaling=scaling, is_causal=causal
         )
+    sink_logit = _sink_logit(s_aux, sinks, query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows, heads, queries, _ = query.shape
-    if kernel.lse is None:
+    if kernel.lse is None or (sink_logit is not None and output.requires_grad):
+        # A kernel's log-sum-exp carries no gradient, but the share that a learned sink takes depends on it.
         lse = _plain_lse(query, key, scale, bias, causal)
     else:
         # Kernels may pad the queries; one that packs grouped heads for a single query keeps their order.
         lse = kernel.lse[..., :queries] if kernel.lse.shape[1] == heads else kernel.lse
         lse = lse.reshape(rows, heads, queries).float()
-    if bias is not None and bias.dtype == torch.bool:
-        # A query that sees nothing has no attention; what a kernel returns for it is arbitrary.
-        lse = lse.masked_fill(~bias.any(-1), torch.nan)
     learned_sink = None
-    sink_logit = _sink_logit(s_aux, sinks, query)
+    # A query that sees nothing has no attention; what a kernel returns for it is arbitrary.
+    blind = None if bias is None else ~_seen(bias[:, :1]).any(-1)  # (B or 1, 1, Q)
     if sink_logit is not None:
+        if blind is not None:
+            lse = lse.masked_fill(blind, -torch.inf)
         with_sink = torch.logaddexp(lse, sink_logit)
         keep = (lse - with_sink).exp()  # (B, H, Q): the share that keys keep
-        output = (output * keep.transpose(1, 2)[..., None].nan_to_num(0.0)).to(output.dtype)
+        output = (output * keep.transpose(1, 2)[..., None]).to(output.dtype)
         learned_sink, lse = (sink_logit - with_sink).exp(), with_sink
+    if blind is not None:
+        lse = lse.masked_fill(blind, torch.nan)
+        learned_sink = None if learned_sink is None else learned_sink.masked_fill(blind, torch.nan)
+    # Detached: mass made from a kernel's log-sum-exp would have a wrong gradient, so it has none.
     return output, Attention(
-        query=query,
-        key=key,
-        value=value,
-        lse=lse,
+        query=query.detach(),
+        key=key.detach(),
+        value=value.detach(),
+        lse=lse.detach(),
         scale=scale,
-        bias=bias,
+        bias=None if bias is None else bias.detach(),
         causal=causal,
-        learned_sink=learned_sink,
+        learned_sink=None if learned_sink is None else learned_sink.detach(),
     )
 
 

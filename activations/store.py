@@ -2,19 +2,22 @@
 
 docs/run-file.md describes the layout; a test holds that page against a real file.
 
-Writing: `OUT.partial` gets all rows at the start (NaN). Each batch opens it, writes its rows, sets `segments/done` last and
-closes; at the end it is renamed to OUT. So a killed run leaves a file that opens, and the same command goes on
-at the first row not done.
+Writing: `OUT.partial` gets all rows at the start (NaN), uncompressed and at their final place. Each batch opens it,
+overwrites its rows, sets `segments/done` last and closes; at the end it is packed (compressed) into OUT. So a killed run
+leaves a file that opens, and the same command goes on at the first row not done. Compressed rows would not do: they move
+when they are rewritten, and a process killed before HDF5 has noted where to leaves done rows that cannot be read.
 """
 
 import errno
+import io
 import json
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import h5py
 import numpy as np
@@ -25,6 +28,8 @@ from smeltscope.errors import SmeltscopeError
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 256 * 1024
 _PATIENCE = 10.0  # seconds that a locked file is waited for
+_one_at_a_time = threading.RLock()  # HDF5 locks files between processes, not between threads
+_File = TypeVar("_File")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +76,8 @@ class RunWriter:
         if self.partial.exists() and not force:
             self._check_same_run()
         else:
-            with self._wrapped():
-                self.partial.unlink(missing_ok=True)
-                with h5py.File(self.partial, "w") as file:
-                    _allocate(file, schema)
+            with self._replacing(self.partial) as file:
+                _allocate(file, schema)
 
     def done(self) -> np.ndarray:
         """Which rows are written: bool (segment,)."""
@@ -87,20 +90,23 @@ class RunWriter:
             for group, variables in arrays.items():
                 for name, values in variables.items():
                     file[group][name][start:stop] = values
+            file.flush()
             file["segments/done"][start:stop] = 1
 
     def finish(self, attributes: Mapping[str, Any] | None = None) -> Path:
-        """Rename the complete file to OUT."""
-        with self._wrapped():
-            with _opened(self.partial, "r+") as file:
-                missing = int((file["segments/done"][:] == 0).sum())
-                if missing:
-                    raise SmeltscopeError(
-                        f"{self.partial} still lacks {missing} rows; run the command again."
-                    )
+        """Pack the complete file into OUT."""
+        with _opened(self.partial, "r") as partial:
+            missing = int((partial["segments/done"][:] == 0).sum())
+            if missing:
+                raise SmeltscopeError(
+                    f"{self.partial} still lacks {missing} rows; run the command again."
+                )
+            with self._replacing(self.out) as file:
+                _allocate(file, self.schema, packed=True)
+                _copy(partial, file)
                 for key, value in (attributes or {}).items():
                     file.attrs[key] = _encoded(value)
-            self.partial.replace(self.out)
+        self.partial.unlink()
         return self.out
 
     def _check_same_run(self) -> None:
@@ -121,18 +127,35 @@ class RunWriter:
             )
 
     @contextmanager
+    def _replacing(self, path: Path) -> Iterator[h5py.File]:
+        """A new file that takes the place of `path` when it is complete, and leaves nothing when it fails.
+
+        It is made in memory: HDF5 ends the process when it cannot close a file because the disk is full.
+        """
+        new = self.out.with_name(self.out.name + ".new")
+        with self._wrapped():
+            memory = io.BytesIO()
+            with h5py.File(memory, "w") as file:
+                yield file
+            try:
+                new.write_bytes(memory.getbuffer())
+                new.replace(path)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
     def _wrapped(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # HDF5 hides the number in its text; a file it could not finish is of no use to anyone.
+            # HDF5 hides the number in its text.
             if error.errno == errno.ENOSPC or f"errno = {errno.ENOSPC}" in str(error):
-                self.partial.unlink(missing_ok=True)
                 raise SmeltscopeError(
-                    f"The disk is full: {self.partial} could not be written and was removed; free some "
-                    "space or choose another --out."
+                    f"The disk is full: {self.out} could not be written; free some space and run the "
+                    "command again, or choose another --out."
                 ) from error
-            raise SmeltscopeError(f"{self.partial} could not be written: {error}.") from error
+            raise SmeltscopeError(f"{self.out} could not be written: {error}.") from error
 
 
 def check_out(out: Path, *, force: bool = False, option: str = "--out") -> None:
@@ -167,6 +190,12 @@ def open_run(path: str | Path) -> xr.DataTree:
     try:
         with _opened(path, "r") as file:
             version = file.attrs.get("smeltscope_schema")
+        if version == SCHEMA_VERSION:
+            with (
+                _one_at_a_time,
+                _patiently(lambda: xr.open_datatree(path, engine="h5netcdf")) as tree,
+            ):
+                tree.load()
     except OSError as error:
         raise SmeltscopeError(
             f"{path} is no HDF5 file, or a damaged one ({error}); make the run again."
@@ -177,8 +206,7 @@ def open_run(path: str | Path) -> xr.DataTree:
         raise SmeltscopeError(
             f"{path} has schema {version}; this smeltscope reads schema {SCHEMA_VERSION}."
         )
-    with xr.open_datatree(path, engine="h5netcdf") as tree:
-        return _labelled(tree.load())
+    return _labelled(tree)  # once it is closed: a tree whose dataset was replaced closes nothing
 
 
 def attributes_of(run: xr.DataTree) -> dict[str, Any]:
@@ -188,7 +216,7 @@ def attributes_of(run: xr.DataTree) -> dict[str, Any]:
 
 def _labelled(tree: xr.DataTree) -> xr.DataTree:
     """Give every group the labels of its executions: which layer, which visit, which module."""
-    labels = {name: array.variable for name, array in tree.dataset.data_vars.items()}
+    labels = {str(name): array.variable for name, array in tree.dataset.data_vars.items()}
     tree.dataset = tree.to_dataset().set_coords(list(labels))
     for node in tree.children.values():
         own = {n: v for n, v in labels.items() if set(v.dims) <= set(node.dataset.dims)}
@@ -196,7 +224,8 @@ def _labelled(tree: xr.DataTree) -> xr.DataTree:
     return tree
 
 
-def _allocate(file: h5py.File, schema: Schema) -> None:
+def _allocate(file: h5py.File, schema: Schema, *, packed: bool = False) -> None:
+    """Everything but the numbers. Unless `packed`, each array has its place in the file from now on."""
     file.attrs["smeltscope_schema"] = SCHEMA_VERSION
     file.attrs["identity"] = _encoded(schema.identity)
     for key, value in schema.attributes.items():
@@ -209,7 +238,7 @@ def _allocate(file: h5py.File, schema: Schema) -> None:
     for name, values in schema.segments.items():
         _dataset(segments, name, values).dims[0].attach_scale(file["segment"])
     rows = len(schema.dimensions["segment"])
-    segments.create_dataset("done", shape=(rows,), dtype="uint8", fillvalue=0)
+    segments.create_dataset("done", data=np.zeros(rows, dtype="uint8"))
     segments["done"].dims[0].attach_scale(file["segment"])
     segments["done"].attrs["description"] = "1 where the row has been written"
     for group_name, variables in schema.groups.items():
@@ -219,20 +248,34 @@ def _allocate(file: h5py.File, schema: Schema) -> None:
         for name, variable in variables.items():
             shape = tuple(len(schema.dimensions[d]) for d in variable.dims)
             kind = np.dtype(variable.dtype)
+            fill = np.nan if kind.kind == "f" else 0
+            storage: dict[str, Any] = {}
+            if packed:
+                storage = {"chunks": _chunks(shape, kind.itemsize), "shuffle": True}
+                storage |= {"compression": "gzip", "compression_opts": 1}
             dataset = group.create_dataset(
-                name,
-                shape=shape,
-                dtype=kind,
-                chunks=_chunks(shape, kind.itemsize),
-                fillvalue=np.nan if kind.kind == "f" else 0,
-                compression="gzip",
-                compression_opts=1,
-                shuffle=True,
+                name, shape=shape, dtype=kind, fillvalue=fill, **storage
             )
+            if not packed:
+                dataset[...] = fill  # HDF5 allocates at the first write
             for axis, dimension in enumerate(variable.dims):
                 dataset.dims[axis].attach_scale(file[dimension])
             dataset.attrs["description"] = variable.description
             dataset.attrs["units"] = variable.units
+
+
+def _copy(partial: h5py.File, file: h5py.File) -> None:
+    """The numbers and the attributes of a complete run, by chunks of rows."""
+    for key, value in partial.attrs.items():
+        file.attrs[key] = value
+    file["segments/done"][...] = 1
+    for group in partial.values():
+        for name in group if isinstance(group, h5py.Group) else ():
+            target = file[group.name][name]
+            if target.chunks is not None:
+                for start in range(0, target.shape[0], target.chunks[0]):
+                    rows = slice(start, start + target.chunks[0])
+                    target[rows] = group[name][rows]
 
 
 def _dataset(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
@@ -268,14 +311,16 @@ def _decoded(value: Any) -> Any:
 @contextmanager
 def _opened(path: Path, mode: str) -> Iterator[h5py.File]:
     """Open for a moment; wait while another process holds the file."""
+    with _one_at_a_time, _patiently(lambda: h5py.File(path, mode)) as file:
+        yield file
+
+
+def _patiently(open_file: Callable[[], _File]) -> _File:
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            file = h5py.File(path, mode)
-            break
+            return open_file()
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    with file:
-        yield file

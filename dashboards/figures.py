@@ -22,7 +22,7 @@ def sink_heatmaps(summary: xr.Dataset) -> go.Figure:
     layers = np.unique(summary["layer"].values)
     visits = np.unique(summary["visit"].values)
     later = [int(v) for v in visits if v > 1]
-    titles = [f"Visit {v}" for v in visits] + [f"Visit {v} minus visit 1" for v in later]
+    titles = [f"Visit {v}" for v in visits] + [f"Visit {v}<br>minus visit 1" for v in later]
     figure = make_subplots(
         rows=1, cols=len(titles), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04
     )
@@ -44,22 +44,28 @@ def sink_heatmaps(summary: xr.Dataset) -> go.Figure:
             row=1,
             col=column,
         )
-        figure.update_xaxes(title_text="head", dtick=_tick(values.shape[1]), row=1, col=column)
+        labels = max(4, 24 // len(titles))
+        figure.update_xaxes(
+            title_text="head", dtick=_tick(values.shape[1], labels), tickangle=0, row=1, col=column
+        )
     figure.update_yaxes(dtick=_tick(len(layers)), autorange="reversed", constrain="domain")
     figure.update_yaxes(title_text="layer", col=1)
-    figure.update_xaxes(showgrid=False)  # a cell without a number is a layer not run in that visit
-    figure.update_yaxes(showgrid=False)
-    top = float(np.nanmax(summary["sink_mass"].values))
-    width = float(np.nanmax(np.abs(summary["change"].values))) if later else 1.0
-    bar = {"thickness": 12, "len": 0.9, "tickformat": ".2g"}
+    # a cell without a number is a layer not run in that visit
+    figure.update_xaxes(showgrid=False, zeroline=False)
+    figure.update_yaxes(showgrid=False, zeroline=False)
+    top = _largest(summary["sink_mass"].values)
+    width = _largest(summary["change"].values)
+    # Beneath the maps, one beside the other: at the side they overlap in a narrow window.
+    bar = {"orientation": "h", "thickness": 12, "len": 0.45, "tickformat": ".2~g", "nticks": 5}
+    bar |= {"yref": "container", "y": 0.01, "yanchor": "bottom"}
     figure.update_layout(
         title="Attention on the first token, by head",
-        height=170 + _ROW_PIXELS * len(layers),
+        height=270 + _ROW_PIXELS * len(layers),
         coloraxis={
             "colorscale": "Cividis",
             "cmin": 0,
             "cmax": top,
-            "colorbar": bar | {"title": "mass", "x": 1.02},
+            "colorbar": bar | {"title": "mass", "x": 0, "xanchor": "left"},
         },
         coloraxis2={
             "colorscale": "RdBu",
@@ -67,10 +73,12 @@ def sink_heatmaps(summary: xr.Dataset) -> go.Figure:
             "cmin": -width,
             "cmax": width,
             "showscale": bool(later),
-            "colorbar": bar | {"title": "change", "x": 1.11},
+            "colorbar": bar | {"title": "change", "x": 1, "xanchor": "right"},
         },
     )
-    return _styled(figure)
+    figure.update_annotations(font={"size": 13})
+    _styled(figure)
+    return figure.update_layout(margin={"t": 95, "b": 130})
 
 
 def sink_depth_profile(summary: xr.Dataset) -> go.Figure:
@@ -152,7 +160,7 @@ def sink_depth_profile(summary: xr.Dataset) -> go.Figure:
         ticktext=labels[:: _tick(len(executions))],
     )
     figure.update_yaxes(title_text="mass on the first token", rangemode="tozero")
-    figure.update_layout(title="Attention on the first token, over depth", height=430)
+    figure.update_layout(title="Attention on the first token, over depth", height=480)
     return _styled(figure)
 
 
@@ -165,7 +173,7 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
     )
     positions = summary["position"].values
     shown = np.isfinite(summary["uniform_by_position"].values).any(0)
-    labels = [f"{p} to {max(2 * p - 1, p)}" if p > 1 else str(p) for p in positions]
+    labels = [f"{p}-{2 * p - 1}" if p > 1 else str(p) for p in positions]
     for visit in np.unique(visits[looped]):
         rows = looped & (visits == visit)
         figure.add_trace(
@@ -192,7 +200,7 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
     figure.update_yaxes(title_text="mass on the first token", type="log", dtick="D2")
     what = "looped layers" if (visits > 1).any() else "all layers"
     figure.update_layout(
-        title=f"Attention on the first token, by query position ({what})", height=400
+        title=f"Attention on the first token, by query position ({what})", height=420
     )
     return _styled(figure)
 
@@ -220,9 +228,14 @@ def _described(summary: xr.Dataset, name: str, execution: int, head: int) -> str
     return f"{value:.4f}{interval}<br>{summary.attrs['documents']} documents"
 
 
-def _tick(count: int) -> int:
-    """Every how-manieth label to show, so that at most some twenty stand side by side."""
-    return max(1, int(np.ceil(count / 20)))
+def _tick(count: int, most: int = 20) -> int:
+    """Every how-manieth label to show, so that at most `most` stand side by side."""
+    return max(1, int(np.ceil(count / most)))
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value, for the end of a colour scale; 1 where there is none or all are 0."""
+    return float(np.abs(values[np.isfinite(values)]).max(initial=0)) or 1.0
 
 
 def _colour(visit: int) -> str:
@@ -234,7 +247,8 @@ def _styled(figure: go.Figure) -> go.Figure:
         template="plotly_white",
         font={"family": "system-ui, sans-serif", "size": 13},
         title={"x": 0, "xanchor": "left", "font": {"size": 16}},
-        margin={"l": 60, "r": 20, "t": 80, "b": 50},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        margin={"l": 60, "r": 20, "t": 60, "b": 110},
+        # beneath, where it stays clear of the title in a narrow window
+        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0},
     )
     return figure

@@ -27,7 +27,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2re
 figure > div { min-width: 720px; } table { border-collapse: collapse; }
 td, th { text-align: left; vertical-align: top; padding: .15rem .9rem .15rem 0; font-weight: normal; }
 th { color: #555; white-space: nowrap; } td { overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; background: #f5f5f5; padding: .8rem 1rem; font-size: 13px; }
+pre { overflow-x: auto; background: #f5f5f5; padding: .8rem 1rem; font-size: 12px; }
 """
 
 

@@ -65,10 +65,21 @@ class SmeltConfig(Qwen3MoeConfig):
         self._check_sizes()
 
     @property
+    def span(self) -> range:
+        """The looped layers."""
+        assert self.loop_start is not None and self.loop_stop is not None
+        return range(self.loop_start, self.loop_stop)
+
+    @property
     def executions(self) -> list[Execution]:
         """Executions in order, each a (layer, visit) pair."""
-        assert self.loop_start is not None and self.loop_stop is not None
-        return unroll(self.num_physical_layers, self.loop_start, self.loop_stop, self.num_visits)
+        span = self.span
+        return unroll(self.num_physical_layers, span.start, span.stop, self.num_visits)
+
+    def write_scale(self, layer: int) -> float:
+        """What a layer's writes are multiplied by: the residual scale in the span, 1 outside."""
+        assert self.residual_scale is not None
+        return self.residual_scale if layer in self.span else 1.0
 
     def with_visits(self, num_visits: int) -> "SmeltConfig":
         """The same model run with another number of visits, at the residual scale it was trained with."""
@@ -85,7 +96,7 @@ class SmeltConfig(Qwen3MoeConfig):
             raise SmeltscopeError(
                 "To run a checkpoint with another number of visits use "
                 "SmeltForCausalLM.from_pretrained(folder, num_visits=...) or "
-                "smeltscope.load_model(folder, visits=...); the Auto classes cannot."
+                "smeltscope.load_checkpoint(folder, visits=...); the Auto classes cannot."
             )
         return super().from_dict(config_dict, **kwargs)
 

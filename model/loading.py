@@ -2,22 +2,33 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.smelt import SmeltForCausalLM, with_visits
 
 SHIPPED_FOLDER = Path(__file__).parent / "checkpoints"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+_CHECKED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_LAYER = re.compile(r"(.*?)\.(\d+)\.")  # model.layers, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,7 @@ def load_checkpoint(
     `trust_remote_code`. Raises `SmeltscopeError` for a checkpoint that is missing, empty,
     truncated, incomplete or contradicts itself, and for a device that is not there.
     """
-    folder = find_checkpoint(name)
+    folder = find_checkpoint(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     device = choose_device(device)
     model = load_model(
         folder,
@@ -78,7 +89,9 @@ def load_checkpoint(
     )
 
 
-def find_checkpoint(name: str | Path) -> Path:
+def find_checkpoint(
+    name: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False
+) -> Path:
     """The folder behind a path, a shipped name or a hub name (downloaded or from the local cache)."""
     path = Path(name)
     if path.is_file():
@@ -96,17 +109,23 @@ def find_checkpoint(name: str | Path) -> Path:
             f"There is no checkpoint folder {name}, and no shipped checkpoint of that name (there are: {shipped})."
         )
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
+    wanted += _PICKLES if allow_pickle else ()
+    wanted += ["*.py"] if trust_remote_code else []
     try:
-        return Path(
-            snapshot_download(
-                str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]
-            )
-        )
+        return Path(snapshot_download(str(name), allow_patterns=wanted))
     except Exception as error:
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "it is not in the local cache, and the hub was not reached"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is none of that name, or it needs a login"
+        else:
+            reason = _reason(error)
         raise SmeltscopeError(
-            f"{name} is no folder and no shipped checkpoint, and the Hugging Face hub did not give it "
-            f"({_first_line(error)}); check the name, or the network."
+            f"{name} is no folder and no shipped checkpoint, and could not be had from the Hugging Face hub "
+            f"({reason}); check the name and the network."
         ) from error
 
 
@@ -114,10 +133,18 @@ def choose_device(device: str) -> str:
     """auto, cpu, cuda or cuda:N as a device that is there."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if match is None:
+        raise SmeltscopeError(f"--device {device} is no device: use auto, cpu, cuda or cuda:N.")
+    if device != "cpu" and not torch.cuda.is_available():
         raise SmeltscopeError(
             "CUDA was asked for with --device, but PyTorch finds no CUDA device; use --device cpu, or "
             "install a CUDA build of PyTorch."
+        )
+    if int(match[1] or 0) >= max(torch.cuda.device_count(), 1):
+        raise SmeltscopeError(
+            f"--device {device} is not there: PyTorch finds {torch.cuda.device_count()} CUDA "
+            "devices, counted from 0."
         )
     return device
 
@@ -132,11 +159,11 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint folder in eval mode; see `load_checkpoint`."""
-    _check_files(folder, allow_pickle)
+    _check_files(folder, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    config = _load_config(folder, trust_remote_code=trust_remote_code)
     wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
     try:
         with _quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -144,22 +171,21 @@ def load_model(
                 use_safetensors=None if allow_pickle else True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
             )
     except SmeltscopeError as error:
         raise SmeltscopeError(f"{folder / 'config.json'}: {error}") from error
-    except (
-        Exception
-    ) as error:  # transformers raises many kinds; each ends as one sentence, the cause kept
+    except UnpicklingError as error:
         raise SmeltscopeError(
-            f"The checkpoint {folder} could not be loaded: {_first_line(error)}"
+            f"The pickled weights in {folder} are damaged, or hold more than tensors, which is never "
+            "loaded; copy them again, or convert them to safetensors."
         ) from error
-    missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys))
-    if missing or info["mismatched_keys"]:
-        wrong = missing or sorted(str(key) for key in info["mismatched_keys"])
+    except Exception as error:
+        # transformers raises many kinds; each ends as one sentence, the cause kept
         raise SmeltscopeError(
-            f"The checkpoint {folder} lacks or misshapes {len(wrong)} weights of its configuration "
-            f"(the first: {wrong[0]}); they would have been random. Is config.json that of these weights?"
-        )
+            f"The checkpoint {folder} could not be loaded: {_reason(error)}."
+        ) from error
+    _check_loaded(model, info, folder)
     if visits is not None:
         if not isinstance(model, SmeltForCausalLM):
             raise SmeltscopeError(
@@ -168,6 +194,68 @@ def load_model(
             )
         model = with_visits(model, visits)
     return model.to(device).eval()
+
+
+def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    file = folder / "config.json"
+    try:
+        with _quiet():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except SmeltscopeError as error:
+        raise SmeltscopeError(f"{file}: {error}") from error
+    except Exception as error:
+        raise SmeltscopeError(
+            f"{file} is no valid configuration ({_reason(error)}); mend it, or save the checkpoint again."
+        ) from error
+    with_code = trust_remote_code and hasattr(config, "auto_map")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not with_code:
+        raise SmeltscopeError(
+            f"{folder} holds a {config.model_type} model, for which transformers has no causal language model; "
+            "give a decoder-only one."
+        )
+    return config
+
+
+def _check_loaded(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> None:
+    """Every weight of the model came from the checkpoint, every layer of the checkpoint is in the model."""
+    missing = sorted(set(info["missing_keys"]) - set(model.all_tied_weights_keys))
+    if missing or info["mismatched_keys"]:
+        wrong = missing or sorted(key[0] for key in info["mismatched_keys"])
+        raise SmeltscopeError(
+            f"The checkpoint {folder} lacks or misshapes {len(wrong)} weights of its configuration "
+            f"(the first: {wrong[0]}); they would have been random. Is config.json that of these weights?"
+        )
+    unused = _unused(model, info["unexpected_keys"])
+    if unused:
+        raise SmeltscopeError(
+            f"The checkpoint {folder} holds {len(unused)} weights that its configuration has no place for "
+            f"(the first: {unused[0]}). Is config.json that of these weights?"
+        )
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if causal and not any(causal):
+        raise SmeltscopeError(
+            f"{folder} holds a {type(model).__name__}, in which tokens see later tokens; give a decoder-only "
+            "model."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in _CHECKED and not parameter.isfinite().all():
+            raise SmeltscopeError(
+                f"The checkpoint {folder} holds NaN or infinite weights (the first: {name}); every number "
+                "from it would be meaningless. Give an earlier or unbroken checkpoint."
+            )
+
+
+def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
+    """Weights that were left out: of SMELT any, of other models those of whole layers."""
+    if isinstance(model, SmeltForCausalLM):
+        return sorted(unexpected)
+    # {list of layers: its numbers}; some checkpoints carry harmless extras inside or beside layers
+    layers: dict[str, set[str]] = {}
+    for name, _ in model.named_parameters():
+        if match := _LAYER.match(name):
+            layers.setdefault(match[1], set()).add(match[2])
+    matches = ((name, _LAYER.match(name)) for name in sorted(unexpected))
+    return [n for n, m in matches if m and m[1] in layers and m[2] not in layers[m[1]]]
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -182,7 +270,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise SmeltscopeError(
-            f"The tokenizer in {folder} could not be loaded: {_first_line(error)}"
+            f"The tokenizer in {folder} could not be loaded ({_reason(error)}); save it there again."
         ) from error
 
 
@@ -197,7 +285,7 @@ def digest_of(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_files(folder: Path, allow_pickle: bool) -> None:
+def _check_files(folder: Path, *, allow_pickle: bool, trust_remote_code: bool) -> None:
     """Say what is wrong with a folder before transformers says it less clearly."""
     config = folder / "config.json"
     if not config.is_file():
@@ -212,24 +300,56 @@ def _check_files(folder: Path, allow_pickle: bool) -> None:
         ) from error
     if not isinstance(content, dict) or "model_type" not in content:
         raise SmeltscopeError(f"{config} names no model_type; it is no transformers configuration.")
+    if content["model_type"] not in CONFIG_MAPPING and not trust_remote_code:
+        if "auto_map" in content:
+            raise SmeltscopeError(
+                f"{folder} comes with code of its own, which is not run unless asked for; read it, and "
+                "pass --trust-remote-code if you trust it."
+            )
+        raise SmeltscopeError(
+            f"{config}: transformers {transformers.__version__} knows no model_type "
+            f"{content['model_type']!r}; check the file, or use a newer transformers."
+        )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
         if not pickles:
-            raise SmeltscopeError(f"The checkpoint folder {folder} holds no *.safetensors weights.")
+            raise SmeltscopeError(
+                f"The checkpoint folder {folder} holds no *.safetensors weights; copy them there, or save the "
+                "model again with save_pretrained."
+            )
         if not allow_pickle:
             raise SmeltscopeError(
                 f"{folder / pickles[0]} is pickled, and a pickle can run code when it is loaded; convert it "
                 "to safetensors, or pass --allow-pickle if you trust its origin."
             )
+    if weights and not (folder / "model.safetensors").is_file():
+        _check_shards(folder)
     for path in weights:
         try:
             with safe_open(path, framework="pt") as file:
                 file.keys()
         except (SafetensorError, OSError) as error:
             raise SmeltscopeError(
-                f"{path} is no complete safetensors file ({_first_line(error)}); copy or save it again."
+                f"{path} is no complete safetensors file ({_reason(error)}); copy or save it again."
             ) from error
+
+
+def _check_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise SmeltscopeError(
+            f"{index}, which says what is in which *.safetensors file, is missing or damaged; copy or save "
+            "the checkpoint again."
+        ) from error
+    for name in sorted(shards):
+        if not (folder / name).is_file():
+            raise SmeltscopeError(
+                f"{folder / name} is missing, though {index.name} names it; copy it there, or save the "
+                "checkpoint again."
+            )
 
 
 def _context_of(config: Any) -> int:
@@ -240,9 +360,14 @@ def _context_of(config: Any) -> int:
     return int(context) if context else 4096
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """The first line of an error; with the next where it only announces that."""
+    if isinstance(error, KeyError):
+        return f"transformers does not know {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
 
 
 @contextmanager

@@ -34,12 +34,14 @@ from smeltscope.model.lens_registration import register_with_transformer_lens
 
 
 class ScaledLinear(nn.Linear):
-    """A projection whose output is multiplied by a constant."""
+    """A projection like another one, whose output is multiplied by a constant."""
 
-    scale: float = 1.0
+    def __init__(self, like: nn.Linear, scale: float) -> None:
+        super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
+        return super().forward(x) * self.scale  # (batch, position, width)
 
 
 class ScaledSparseMoeBlock(Qwen3MoeSparseMoeBlock):
@@ -59,16 +61,13 @@ class SmeltDecoderLayer(Qwen3MoeDecoderLayer):
     def __init__(self, config: SmeltConfig, execution: Execution) -> None:
         super().__init__(config, layer_idx=execution.index)
         self.execution = execution
-        attention = self.self_attn
+        attention: Any = self.self_attn
         if not config.qk_norm:
             attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
-        if config.loop_start <= execution.layer < config.loop_stop:
-            projection = attention.o_proj
-            attention.o_proj = ScaledLinear(
-                projection.in_features, projection.out_features, bias=projection.bias is not None
-            )
-            attention.o_proj.scale = config.residual_scale
-            self.mlp = ScaledSparseMoeBlock(config, config.residual_scale)
+        if execution.layer in config.span:
+            scale = config.write_scale(execution.layer)
+            attention.o_proj = ScaledLinear(attention.o_proj, scale)
+            self.mlp = ScaledSparseMoeBlock(config, scale)
 
 
 # What decides which stored configuration belongs to a checkpoint.

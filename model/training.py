@@ -9,20 +9,14 @@ import dataclasses
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
 from transformers import (
     PrinterCallback,
     ProgressCallback,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -33,113 +27,16 @@ from smeltscope.model.configuration import SmeltConfig
 from smeltscope.model.recipe import Recipe, same_recipe
 from smeltscope.model.rows import Rows
 from smeltscope.model.smelt import SmeltForCausalLM
+from smeltscope.model.trainer import RowDataset, RunFolder, SmeltTrainer, last_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WHOLE = "whole"  # a file in a checkpoint, written last: a kill while saving leaves none
 # Fields of SmeltConfig that the tokenizer or the loop decides, or that mean nothing in training.
 NOT_IN_RECIPE = {
     *("transformers_version", "architectures", "dtype", "bos_token_id", "eos_token_id"),
     *("pad_token_id", "num_hidden_layers", "output_router_logits", "use_cache"),
 }
-
-
-class RowDataset(Dataset):
-    """Rows as the Trainer wants them; padding is neither attended nor predicted."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        tokens = torch.from_numpy(self.rows.tokens[i].astype(np.int64))  # (context,)
-        real = torch.arange(len(tokens)) < int(self.rows.lengths[i])
-        return {
-            "input_ids": tokens,
-            "attention_mask": real.long(),
-            "labels": tokens.masked_fill(~real, -100),
-        }
-
-
-class SmeltTrainer(Trainer):
-    """The stock Trainer, with what it does not tell: loss without the router's part, speed."""
-
-    def __init__(self, *, heldout: Rows, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.heldout = heldout
-        self.evaluated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
-        self._start_counting()
-
-    def _start_counting(self) -> None:
-        self.text_loss, self.balance, self.steps_seen, self.tokens_seen = 0.0, 0.0, 0, 0
-        self.clock = time.perf_counter()
-
-    def compute_loss(  # type: ignore[override]
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
-    ) -> Any:
-        tokens = int(inputs["attention_mask"].sum())
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        text_loss = float(loss.detach())
-        if not np.isfinite(text_loss):
-            raise SmeltscopeError(
-                f"The loss is {text_loss} at step {self.state.global_step + 1}: "
-                f"{_last_good(Path(str(self.args.output_dir)))}; try a lower learning_rate."
-            )
-        balance = float(outputs.aux_loss.detach())
-        self.text_loss += text_loss - self.model.config.router_aux_loss_coef * balance
-        self.balance += balance
-        self.steps_seen += 1
-        self.tokens_seen += tokens
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.steps_seen:
-            seconds = time.perf_counter() - self.clock
-            logs["loss"] = self.text_loss / self.steps_seen
-            logs["load_balancing_loss"] = self.balance / self.steps_seen
-            logs["tokens_per_second"] = self.tokens_seen / seconds
-            self._start_counting()
-        super().log(logs, start_time)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if self.evaluated[0] == self.state.global_step:  # the last step is a Trainer's epoch too
-            return self.evaluated[1]
-        began = time.perf_counter()
-        with self.compute_loss_context_manager():
-            metrics = heldout_loss(self.model, self.heldout, batch_rows=self.args.train_batch_size)
-        self.log(dict(metrics))
-        self.clock += time.perf_counter() - began  # speed is training's alone
-        self.evaluated = (self.state.global_step, metrics)
-        return metrics
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # A checkpoint holds tied weights once, under one name: the other names are not missing.
-        tied = self.model.get_expanded_tied_weights_keys()
-        load_result.missing_keys[:] = [k for k in load_result.missing_keys if k not in tied]
-        super()._issue_warnings_after_load(load_result)
-
-
-class RunFolder(TrainerCallback):
-    """Keeps the metrics file, and marks the checkpoints that were written to the end."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "train_runtime" not in logs:  # the Trainer's closing summary, of the last start only
-            with (self.output / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-            raise SmeltscopeError(
-                f"Weights are no longer numbers after step {state.global_step}: "
-                f"{_last_good(self.output)}; try a lower learning_rate."
-            )
-        (self.output / f"checkpoint-{state.global_step}" / WHOLE).touch()
 
 
 def build_config(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> SmeltConfig:
@@ -178,30 +75,6 @@ def build_config(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> SmeltC
             f"{config.max_position_embeddings}."
         )
     return config
-
-
-def heldout_loss(model: Any, rows: Rows, *, batch_rows: int) -> dict[str, float]:
-    """Cross-entropy in nats per predicted token, over all tokens and over those of each category."""
-    sums = torch.zeros(len(rows.categories), dtype=torch.float64)
-    counts = torch.zeros(len(rows.categories), dtype=torch.float64)
-    dataset = RowDataset(rows)
-    model.eval()
-    for begin in range(0, len(rows), batch_rows):
-        chosen = range(begin, min(begin + batch_rows, len(rows)))
-        items = [dataset[i] for i in chosen]
-        batch = {k: torch.stack([i[k] for i in items]).to(model.device) for k in items[0]}
-        labels = batch.pop("labels")[:, 1:]  # (row, position)
-        with torch.no_grad():
-            logits = model(**batch, use_cache=False, output_router_logits=False).logits[:, :-1]
-        losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-        category = torch.from_numpy(rows.category[begin : begin + len(items)]).long()
-        sums.index_add_(0, category, losses.sum(1).double().cpu())
-        counts.index_add_(0, category, (labels >= 0).sum(1).double().cpu())
-    by_category = (sums / counts).tolist()
-    return {
-        "heldout_loss": float(sums.sum() / counts.sum()),
-        **{f"heldout_loss/{c}": x for c, x in zip(rows.categories, by_category, strict=True)},
-    }
 
 
 def open_run(recipe: Recipe) -> Path:
@@ -280,25 +153,16 @@ def save_final(
     """
     model.config.output_router_logits = False
     model.config.use_cache = True
-    model.to(torch.bfloat16)
+    model.bfloat16()
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.copy(run / "recipe.toml", partial / "recipe.toml")
     _write_curve(run / "metrics.jsonl", partial / "training_curve.csv")
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors makes its file readable by its owner alone
     partial.rename(folder)
-
-
-def last_checkpoint(output: Path, *, remove_cut_short: bool = False) -> Path | None:
-    """The newest checkpoint that was written to the end, if any."""
-    whole: list[tuple[int, Path]] = []
-    for folder in output.glob("checkpoint-*"):
-        if (folder / WHOLE).exists():
-            whole.append((int(folder.name.split("-")[1]), folder))
-        elif remove_cut_short:
-            shutil.rmtree(folder)
-    return max(whole)[1] if whole else None
 
 
 def sample_text(
@@ -360,13 +224,6 @@ def _check_vocabulary(config: SmeltConfig, *sets: Rows) -> None:
                 f"The rows hold token {highest}, but the vocabulary ends at "
                 f"{config.vocab_size - 1}: they were made with another tokenizer."
             )
-
-
-def _last_good(output: Path) -> str:
-    checkpoint = last_checkpoint(output)
-    if checkpoint is None:
-        return "there is no checkpoint from before"
-    return f"the last good checkpoint is {checkpoint}"
 
 
 def _forget_metrics_after(output: Path, step: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from smeltscope.activations import Attention, Variable
 from smeltscope.model import Execution
@@ -17,7 +18,7 @@ from smeltscope.probes.statistics import Documents, Estimate, bootstrap_weights,
 NEARBY_KEYS = 4  # keys 1 to 4: where a sink may have moved
 SINK_RATE_TOKENS = 64  # Gu et al.'s T
 SINK_RATE_THRESHOLD = 0.3  # Gu et al.'s epsilon
-SAMPLED_QUERIES = 32  # of a segment, to find its heaviest key
+SAMPLED_QUERIES = 16  # of a segment, to find its heaviest key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class AttentionSink:
     - `sink_mass_by_position_sum`, `queries_by_position`: the same for queries in [1, 2), [2, 4), [4, 8), ...
     - `uniform_sum` = sum over q in C of 1 / (number of keys that q can see): the mass under uniform attention.
     - `nearby_mass_sum`: sum of A[q, k] for k = 1..4. A lower sink may have moved there.
-    - `heaviest_key` = argmax over k of the mean of A[q, k] over 32 queries spread evenly over C, and
+    - `heaviest_key` = argmax over k of the mean of A[q, k] over 16 queries spread evenly over C, and
       `heaviest_mass_sum` = sum over q in C of A[q, heaviest_key], over all of C. Equal to the sink where that is
       the heaviest key; above it where the sink has moved.
     - `blind_queries`: queries that cannot see key 0 (sliding windows); in no average.
@@ -111,12 +112,9 @@ class AttentionSink:
     ) -> None:
         for name, measured in measure_sink(value, batch.lengths, self.include_first).items():
             rows = arrays[name][:, execution.index]
-            if name in ("queries_by_position", "uniform_by_position_sum"):
-                rows[:, : measured.shape[1]] = measured.cpu().numpy()
-            elif measured.ndim == 1:
-                rows[:] = measured.cpu().numpy()
-            else:
-                rows[(slice(None), *map(slice, measured.shape[1:]))] = measured.cpu().numpy()
+            if "by_position" in name:  # no query stands in the bins beyond this batch
+                measured = pad(measured, (0, rows.shape[-1] - measured.shape[-1]))
+            rows[(slice(None), *map(slice, measured.shape[1:]))] = measured.cpu().numpy()
 
 
 def position_edges(max_length: int) -> np.ndarray:
@@ -139,13 +137,14 @@ def measure_sink(
 
     keys = torch.arange(min(NEARBY_KEYS + 1, queries), device=lengths.device).expand(rows, -1)
     mass = attention.mass_on(keys)  # (B, H, Q, 5)
+    alpha = _sink_alpha(mass[..., 0], lengths)
     mass = mass.masked_fill_(~counted[:, None, :, None], 0.0)
     sink = mass[..., 0]  # (B, H, Q)
     uniform = counted / attention.keys_seen()  # (B, Q)
 
     edges = torch.as_tensor(position_edges(queries), device=lengths.device)
     bins = torch.bucketize(positions, edges, right=True) - 1
-    in_bin = torch.nn.functional.one_hot(bins, len(edges) - 1).float()  # (Q, bin)
+    in_bin = one_hot(bins, len(edges) - 1).float()  # (Q, bin)
 
     heaviest_key = _heaviest_key(attention, counted)
     heaviest = attention.mass_on(heaviest_key[..., None])[..., 0]  # (B, H, Q)
@@ -158,10 +157,11 @@ def measure_sink(
         "queries_by_position": counted.float() @ in_bin,
         "uniform_by_position_sum": uniform @ in_bin,
         "sink_mass_by_position_sum": sink @ in_bin,
-        "nearby_mass_sum": mass[..., 1:].sum(2),
+        # A key that a short batch does not have got no mass.
+        "nearby_mass_sum": pad(mass[..., 1:].sum(2), (0, NEARBY_KEYS + 1 - keys.shape[1])),
         "heaviest_mass_sum": heaviest.masked_fill_(~counted[:, None], 0.0).sum(2),
         "heaviest_key": heaviest_key.float().masked_fill_(none_counted[:, None], torch.nan),
-        "sink_alpha": _sink_alpha(attention, first, lengths),
+        "sink_alpha": alpha,
     }
     if attention.learned_sink is not None:
         learned = attention.learned_sink.masked_fill(~counted[:, None], 0.0)
@@ -179,11 +179,11 @@ def _heaviest_key(attention: Attention, counted: Tensor) -> Tensor:
     return attention.rows(sampled).sum(2).argmax(-1)
 
 
-def _sink_alpha(attention: Attention, first: Tensor, lengths: Tensor) -> Tensor:
-    """Mean mass on the first token over queries 0..63, NaN for rows with fewer tokens: (B, H)."""
-    if attention.query.shape[2] < SINK_RATE_TOKENS:
-        return attention.lse.new_full(attention.lse.shape[:2], torch.nan)
-    alpha = attention.mass_on(first)[:, :, :SINK_RATE_TOKENS, 0].mean(2)
+def _sink_alpha(sink: Tensor, lengths: Tensor) -> Tensor:
+    """Mean mass on the first token, `sink` (B, H, Q), over queries 0..63; NaN for rows with fewer tokens: (B, H)."""
+    if sink.shape[2] < SINK_RATE_TOKENS:
+        return sink.new_full(sink.shape[:2], torch.nan)
+    alpha = sink[:, :, :SINK_RATE_TOKENS].mean(2)
     return alpha.masked_fill(lengths[:, None] < SINK_RATE_TOKENS, torch.nan)
 
 

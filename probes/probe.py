@@ -1,6 +1,6 @@
 """What a probe is: sites it reads, arrays it fills, and a table made from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Probe(Protocol):
     """A diagnostic. It holds its options and no results: what it measures goes into the arrays of a batch."""
 
     name: str
-    sites: tuple[str, ...]
+    sites: Sequence[str]
 
     def options(self) -> dict[str, Any]:
         """What changes its numbers, recorded in the run file."""

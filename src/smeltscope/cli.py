@@ -5,6 +5,7 @@ Commands are imported when they are run: torch takes seconds to load, and `--hel
 
 import difflib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -90,8 +91,12 @@ def smelt_main() -> int:
 def main() -> int:
     """`python -m smeltscope probe ...` and `python -m smeltscope smelt ...`."""
     groups = {"probe": probe, "smelt": smelt}
+    usage = "Usage: python -m smeltscope {probe|smelt} ..."
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        click.echo(usage)
+        return 0
     if len(sys.argv) < 2 or sys.argv[1] not in groups:
-        click.echo("Usage: python -m smeltscope {probe|smelt} ...", err=True)
+        click.echo(usage, err=True)
         return 2
     return run(groups[sys.argv[1]], sys.argv[2:])
 
@@ -102,6 +107,7 @@ def run(group: click.Group, args: Sequence[str]) -> int:
     args = [arg for arg in args if arg != "--debug"]
     try:
         result = group.main(args, prog_name=group.name, standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -115,7 +121,10 @@ def run(group: click.Group, args: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted; the same command goes on where this one stopped.", err=True)
         return 130
-    except BrokenPipeError:  # `probe ... | head`
+    except SystemExit:  # how click and rich end when a pipe is closed, `probe ... | head`
+        return 0
+    except BrokenPipeError:  # the same, with what was not written yet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
         return 0
     except Exception as error:
         _say(f"Unexpected {type(error).__name__}: {error} (--debug shows where)", debug)

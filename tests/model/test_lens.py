@@ -20,6 +20,7 @@ from transformer_lens.factories.architecture_adapter_factory import Architecture
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import ByT5Tokenizer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 from smeltscope.model import SmeltForCausalLM, lens, tiny
 from smeltscope.model.lens import SmeltArchitectureAdapter, register
@@ -148,6 +149,8 @@ def test_hook_points_carry_what_torch_hooks_see(both: Any, execution: int) -> No
     q_normed, k_normed = (
         seen(norm).transpose(1, 2) for norm in (attention.q_norm, attention.k_norm)
     )
+    cos_sin = model.model.rotary_emb(q_normed, torch.arange(length)[None])
+    q_rot, k_rot = (x.transpose(1, 2) for x in apply_rotary_pos_emb(q_normed, k_normed, *cos_sin))
     mixed: list[Tensor] = []
     with (
         torch.no_grad(),
@@ -166,6 +169,8 @@ def test_hook_points_carry_what_torch_hooks_see(both: Any, execution: int) -> No
         "attn.hook_v": heads(seen(attention.v_proj)),
         "attn.hook_q_normed": q_normed,
         "attn.hook_k_normed": k_normed,
+        "attn.hook_rot_q": q_rot,
+        "attn.hook_rot_k": k_rot,
         "attn.hook_z": heads(mixed[0]),
         "attn.hook_pattern": pattern,
         "attn.hook_attn_scores": pattern,
@@ -191,8 +196,9 @@ BY_PART = {
     "hook_": ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "in", "out"],
     "ln1.hook_": ["in", "scale", "normalized", "out"],
     "ln2.hook_": ["in", "scale", "normalized", "out"],
-    "attn.hook_": ["in", "q", "k", "v", "q_normed", "k_normed", "cos", "sin", "rot_q", "rot_k"]
-    + ["attn_scores", "pattern", "z", "out"],
+    "attn.hook_": ["in", "q", "k", "v", "q_normed", "k_normed", "rot_q", "rot_k", "z", "out"],
+    "attn.hook_attn_": ["scores"],
+    "attn.": ["hook_cos", "hook_sin", "hook_pattern"],
     "mlp.hook_": ["in", "pre", "post", "out", "expert_weights", "expert_indices"],
     "mlp.gate.hook_": ["in", "out"],
 }

@@ -352,7 +352,7 @@ def test_gradients_are_sums_over_visits(checkpointing: bool) -> None:
         untied.model.layers[i] = copy.deepcopy(layer)
     assert len(set(storages(untied).values())) > len(set(storages(model).values()))
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     for each in (model, untied):
         each.train()
         each(ids, labels=ids).loss.backward()

@@ -63,7 +63,7 @@ def attention_sink(
         check_out(html, force=force, option="--html")
         if html.resolve() == out.resolve():
             raise SmeltscopeError(f"--html and --out both name {out}; give them different files.")
-    log = Console(stderr=True, quiet=quiet)
+    log = Console(stderr=True, quiet=quiet, markup=False)
     checkpoint = load_checkpoint(
         ckpt,
         visits=visits,
@@ -86,12 +86,12 @@ def attention_sink(
         )
     run = open_run(out)
     summary = summarize(run, seed=seed)
+    if html is not None:
+        write_sink_page(run, summary, html)
     if as_json:
         show.as_json(summary)
     else:
-        _print_table(Console(), summary, ckpt)
-    if html is not None:
-        write_sink_page(run, summary, html)
+        _print_table(Console(markup=False), summary, ckpt)
     log.print(f"Run file: {out}", soft_wrap=True, highlight=False)
     if html is not None:
         log.print(f"Page to open: {html.resolve()}", soft_wrap=True, highlight=False)
@@ -100,14 +100,24 @@ def attention_sink(
 def _print_table(console: Any, summary: "xr.Dataset", ckpt: str) -> None:
     """One row for each execution, means over heads; narrow enough for 80 columns."""
     from rich.table import Table
+    from rich.text import Text
 
     from smeltscope.commands.show import number, with_interval
     from smeltscope.probes.attention_sink import sentence
 
     looped = bool((summary["visit"] > 1).any())
     learned = bool(summary["learned_sink_mass"].notnull().any())
-    table = Table(title=f"Attention on the first token: {ckpt}", box=None, padding=(0, 1, 0, 0))
-    columns = ["layer", "visit", "sink mass", "uni-\nform", "keys\n1-4", "heaviest\nkey", "sink\nrate"]
+    title = Text(f"Attention on the first token: {ckpt}")
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    columns = [
+        "layer",
+        "visit",
+        "sink mass",
+        "uni-\nform",
+        "keys\n1-4",
+        "heaviest\nkey",
+        "sink\nrate",
+    ]
     columns += ["learned\nsink"] if learned else []
     columns += ["change from\nvisit 1", "heads\nlower"] if looped else []
     for column in columns:

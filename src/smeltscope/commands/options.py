@@ -111,7 +111,8 @@ def output_options(command: Command) -> Command:
     for option in reversed(
         [
             click.option(
-                "--seed", type=int, default=0, show_default=True, help="Seed of the bootstrap."
+                "--seed", type=click.IntRange(0), default=0, show_default=True,
+                help="Seed of the bootstrap.",
             ),
             click.option(
                 "--out", type=click.Path(path_type=Path), metavar="FILE",
@@ -143,7 +144,7 @@ def load_data(
         max_length = min(checkpoint.context, DEFAULT_MAX_LENGTH)
     elif max_length > checkpoint.context:
         raise SmeltscopeError(
-            f"--max-length {max_length} exceeds the context of {checkpoint.name}, {checkpoint.context} tokens."
+            f"--max-length {max_length} exceeds the context of {checkpoint.name}; give {checkpoint.context} or less."
         )
     if checkpoint.tokenizer is None:
         raise SmeltscopeError(

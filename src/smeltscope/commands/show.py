@@ -41,7 +41,9 @@ def progress(log: "Console") -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
+    with Progress(
+        *columns, console=log, transient=True, disable=log.quiet or not log.is_terminal
+    ) as bar:
         task = bar.add_task("", total=None, rate="")
 
         def update(done: int, total: int) -> None:

@@ -21,11 +21,17 @@ PIECE = 4_000_000  # characters tokenized in one call
 SAMPLE_PROMPT = "The"
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the recipe's text files.")
 @click.option("--out", type=click.Path(path_type=Path), help="Output folder, not the recipe's.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model is trained; auto takes a GPU if there is one.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def train(config: Path, data: Path | None, out: Path | None, device: str, quiet: bool) -> None:
     """Train a model by the recipe CONFIG, a TOML file; the same command resumes a stopped run."""

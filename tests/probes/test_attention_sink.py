@@ -1,0 +1,365 @@
+"""attention-sink against loops over the models' own eager attention, in float64, and exact values."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smeltscope.activations import Attention, capture, open_run
+from smeltscope.activations.attention import attend
+from smeltscope.model import tiny
+from smeltscope.probes import AttentionSink, ModelShape, RunOptions, run_probes
+from smeltscope.probes.attention_sink import measure_sink, position_edges, sentence, summarize
+
+EXACT = 1e-5
+UNIFORM = {16: 0.2113, 64: 0.0741, 256: 0.0239, 1024: 0.00733, 4096: 0.00217}
+UNIFORM_WITHOUT_FIRST = {16: 0.1587, 64: 0.0594, 256: 0.0201, 1024: 0.00636, 4096: 0.00193}
+
+
+def slowly(attention: np.ndarray, length: int, include_first: bool, learned=None) -> dict:
+    """Every number of one segment and execution, by its definition: attention (H, T, T) of visible keys, zeros elsewhere."""
+    heads, _, keys = attention.shape
+    candidates = range(0 if include_first else 1, length)
+    counted = [q for q in candidates if attention[0, q, 0] > 0]
+    bins = len(position_edges(keys)) - 1
+    edges = [0, 1] + [2**i for i in range(1, 30)]
+    out = {
+        "queries": len(counted),
+        "blind_queries": len(candidates) - len(counted),
+        "uniform_sum": sum(1 / (attention[0, q] > 0).sum() for q in counted),
+        "queries_by_position": np.zeros(bins),
+        "uniform_by_position_sum": np.zeros(bins),
+        "sink_mass_sum": np.zeros(heads),
+        "sink_mass_by_position_sum": np.zeros((heads, bins)),
+        "nearby_mass_sum": np.zeros((heads, 4)),
+        "heaviest_mass_sum": np.zeros(heads),
+        "heaviest_key": np.full(heads, np.nan),
+        "sink_alpha": np.full(heads, np.nan),
+    }
+    for q in counted:
+        place = next(i for i in range(bins) if edges[i] <= q < edges[i + 1])
+        out["queries_by_position"][place] += 1
+        out["uniform_by_position_sum"][place] += 1 / (attention[0, q] > 0).sum()
+    for h in range(heads):
+        for q in counted:
+            place = next(i for i in range(bins) if edges[i] <= q < edges[i + 1])
+            out["sink_mass_sum"][h] += attention[h, q, 0]
+            out["sink_mass_by_position_sum"][h, place] += attention[h, q, 0]
+            for k in range(1, 5):
+                if k < keys:
+                    out["nearby_mass_sum"][h, k - 1] += attention[h, q, k]
+        if counted:
+            if len(counted) <= 32:  # every counted query is sampled, some more than once: see below
+                sampled = [counted[int(i)] for i in spread(len(counted))]
+            else:
+                sampled = [counted[int(i)] for i in spread(len(counted))]
+            heaviest = np.argmax(sum(attention[h, q] for q in sampled))
+            out["heaviest_key"][h] = heaviest
+            out["heaviest_mass_sum"][h] = sum(attention[h, q, heaviest] for q in counted)
+        if length >= 64:
+            out["sink_alpha"][h] = sum(attention[h, q, 0] for q in range(64)) / 64
+    if learned is not None:
+        out["learned_sink_mass_sum"] = sum((learned[:, q] for q in counted), np.zeros(heads))
+    return out
+
+
+def spread(number: int) -> np.ndarray:
+    """32 indices spread evenly over 0 .. number - 1, rounded half to even."""
+    return np.round(np.arange(32) * (number - 1) / 31)
+
+
+def compare(measured: dict[str, np.ndarray], expected: dict, scale: float = 1.0) -> None:
+    assert measured.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            measured[name], value, atol=EXACT * scale, rtol=1e-5, err_msg=name
+        )
+
+
+MODELS = {
+    "smelt": {},
+    "smelt, 3 visits": {"num_visits": 3},
+    "gpt_oss": {},
+    "llama": {},
+    "inkling2_loop": {},
+}
+
+
+@pytest.mark.parametrize("include_first", [False, True])
+@pytest.mark.parametrize("variant", MODELS)
+def test_like_slow_loops(variant, include_first):
+    """Ragged segments, one of one token and one of two, padded on the right."""
+    name = variant.split(",")[0]
+    model, lengths = tiny(name, **MODELS[variant]), [70, 64, 63, 31, 5, 2, 1]
+    tokens = torch.randint(1, 256, (7, 70), generator=torch.Generator().manual_seed(0))
+    measured = []
+
+    def on_site(execution, site, value) -> None:
+        learned = None if value.learned_sink is None else value.learned_sink.double().numpy()
+        numbers = measure_sink(value, torch.tensor(lengths), include_first)
+        measured.append(({n: t.numpy() for n, t in numbers.items()}, learned))
+
+    with torch.inference_mode(), capture(model, on_site=on_site):
+        model(tokens)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = eager(tokens, output_attentions=True).attentions
+    assert len(attentions) == len(measured)
+    for (numbers, learned), attention in zip(measured, attentions, strict=True):
+        if learned is not None:
+            total = attention.double().sum(-1).numpy()
+            np.testing.assert_allclose(learned, 1 - total, atol=EXACT)
+        for row, length in enumerate(lengths):
+            expected = slowly(
+                attention[row].double().numpy(),
+                length,
+                include_first,
+                None if learned is None else 1 - attention[row].double().sum(-1).numpy(),
+            )
+            compare({n: v[row] for n, v in numbers.items()}, expected, scale=length**0.5)
+
+
+def dense_attention(probabilities: torch.Tensor) -> Attention:
+    """An `Attention` with these rows (B, H, T, T): zero queries, and the logarithms as bias."""
+    rows, heads, length, _ = probabilities.shape
+    zeros = torch.zeros(rows, heads, length, 2)
+    bias = probabilities.log().clamp(min=torch.finfo(torch.float32).min)
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    _, attention = attend(module, zeros, zeros, zeros, bias)
+    return attention
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 80), st.booleans(), st.integers(0, 10**6)
+)
+def test_measure_sink_on_made_attention(rows, heads, length, include_first, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, heads, length, length, generator=generator) * 2
+    window = int(torch.randint(1, 2 * length + 1, (), generator=generator))
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (k <= q) & (q - k < window)
+    probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0] = length
+    measured = measure_sink(dense_attention(probabilities), lengths, include_first)
+    for row in range(rows):
+        expected = slowly(probabilities[row].double().numpy(), int(lengths[row]), include_first)
+        compare({n: t[row].numpy() for n, t in measured.items()}, expected, scale=length**0.5)
+
+
+def uniform(length: int, rows: int = 1, heads: int = 1) -> Attention:
+    query = torch.zeros(rows, heads, length, 4)
+    key = torch.randn(rows, heads, length, 4, generator=torch.Generator().manual_seed(0))
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    return attend(module, query, key, key, None)[1]
+
+
+@pytest.mark.parametrize("length", UNIFORM)
+def test_uniform_attention(length):
+    for include_first, table in ((True, UNIFORM), (False, UNIFORM_WITHOUT_FIRST)):
+        numbers = measure_sink(uniform(length), torch.tensor([length]), include_first)
+        assert numbers["queries"].item() == length - (not include_first)
+        mass = (numbers["sink_mass_sum"] / numbers["queries"]).item()
+        digits = 4 if table[length] > 0.01 else 5
+        assert round(mass, digits) == table[length]
+        assert numbers["uniform_sum"].item() / numbers["queries"].item() == pytest.approx(mass, rel=1e-5)
+        harmonic = sum(1 / i for i in range(1 if include_first else 2, length + 1))
+        assert numbers["sink_mass_sum"].item() == pytest.approx(harmonic, rel=1e-6)
+
+
+def test_the_first_query_has_mass_one():
+    numbers = measure_sink(uniform(64), torch.tensor([64]), True)
+    assert numbers["sink_mass_by_position_sum"][0, 0, 0] == 1
+    assert numbers["queries_by_position"][0].tolist() == [1, 1, 2, 4, 8, 16, 32]
+    numbers = measure_sink(uniform(64), torch.tensor([64]), False)
+    assert numbers["queries_by_position"][0].tolist() == [0, 1, 2, 4, 8, 16, 32]
+    assert numbers["sink_mass_by_position_sum"][0, 0, 0] == 0
+
+
+def on_key(key: int, length: int, mass: float = 1.0, heads: int = 1) -> torch.Tensor:
+    """`mass` on one key where it can be seen, the rest spread over the others; before it, uniform."""
+    rows = torch.ones(length, length).tril() / torch.arange(1, length + 1)[:, None]
+    for q in range(key, length):
+        rows[q, : q + 1] = (1 - mass) / max(q, 1)
+        rows[q, key] = mass if q > 0 else 1.0
+    return rows.expand(1, heads, -1, -1)
+
+
+def test_sink_rate_of_gu_et_al():
+    """The share of heads whose first key's mean mass over the first 64 queries exceeds .3; query 1 counts."""
+    full = measure_sink(dense_attention(on_key(0, 100)), torch.tensor([100]))
+    assert full["sink_alpha"].item() == pytest.approx(1, abs=1e-6)
+    none = measure_sink(uniform(100), torch.tensor([100]))
+    assert none["sink_alpha"].item() == pytest.approx(0.0741, abs=5e-5)
+    half = measure_sink(dense_attention(on_key(0, 100, 0.5)), torch.tensor([100]))
+    assert half["sink_alpha"].item() == pytest.approx((1 + 63 * 0.5) / 64, abs=1e-6)
+    # Query 1 is in the mean whatever the probe's option says.
+    other = measure_sink(dense_attention(on_key(0, 100, 0.5)), torch.tensor([100]), True)
+    assert other["sink_alpha"].item() == half["sink_alpha"].item()
+    for length, known in ((63, False), (64, True), (65, True)):
+        for queries in (length, 100):  # alone, or padded
+            alpha = measure_sink(uniform(queries), torch.tensor([length]))["sink_alpha"]
+            assert alpha.isfinite().item() == known
+
+
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_windows(window):
+    length = 40
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (k <= q) & (q - k < window)
+    probabilities = (seen / seen.sum(-1, keepdim=True)).expand(1, 2, -1, -1)
+    numbers = measure_sink(dense_attention(probabilities), torch.tensor([length]))
+    # Queries 1 .. window - 1 see the first token; all others are blind.
+    assert numbers["queries"].item() == window - 1
+    assert numbers["blind_queries"].item() == length - window
+    expected = sum(1 / (q + 1) for q in range(1, window))
+    assert numbers["uniform_sum"].item() == pytest.approx(expected, abs=1e-6)
+    assert numbers["sink_mass_sum"][0].tolist() == pytest.approx([expected] * 2, abs=1e-6)
+    assert numbers["heaviest_key"].isnan().all().item() == (window == 1)
+
+
+def test_the_uniform_level_beyond_a_window_is_one_over_it():
+    model = tiny("gpt_oss", sliding_window=8)
+    with torch.no_grad(), capture(model) as run:
+        model(torch.randint(1, 256, (1, 30)))
+    assert (1 / run[0, "attention"].keys_seen())[0, 7:].unique().tolist() == [1 / 8]
+    numbers = measure_sink(run[0, "attention"], torch.tensor([30]))
+    assert numbers["queries"].item() == 7 and numbers["blind_queries"].item() == 22
+    assert measure_sink(run[1, "attention"], torch.tensor([30]))["blind_queries"].item() == 0
+
+
+def test_a_sink_that_moved_is_found():
+    stayed = measure_sink(dense_attention(on_key(0, 80, 0.9)), torch.tensor([80]))
+    moved = measure_sink(dense_attention(on_key(3, 80, 0.9)), torch.tensor([80]))
+    far = measure_sink(dense_attention(on_key(20, 80, 0.9)), torch.tensor([80]))
+    assert stayed["sink_mass_sum"].item() / 79 == pytest.approx(0.9, abs=1e-6)
+    assert moved["sink_mass_sum"].item() / 79 < 0.02
+    assert moved["nearby_mass_sum"][0, 0, 2].item() / 79 > 0.87
+    assert [n["heaviest_key"].item() for n in (stayed, moved, far)] == [0, 3, 20]
+    assert moved["heaviest_mass_sum"].item() == pytest.approx(77 * 0.9, rel=1e-5)  # queries 3 .. 79
+    assert far["heaviest_mass_sum"].item() == pytest.approx(60 * 0.9, rel=1e-5)
+
+
+def test_segments_of_one_and_two_tokens():
+    numbers = measure_sink(uniform(2, rows=2), torch.tensor([2, 1]))
+    assert numbers["queries"].tolist() == [1, 0]
+    assert numbers["sink_mass_sum"].tolist() == [[0.5], [0]]
+    assert numbers["heaviest_key"][1].isnan().all()
+    alone = measure_sink(uniform(1), torch.tensor([1]))
+    assert alone["queries"].item() == 0 and alone["sink_mass_sum"].item() == 0
+    assert measure_sink(uniform(1), torch.tensor([1]), True)["sink_mass_sum"].item() == 1
+
+
+def test_edges_of_positions():
+    assert position_edges(16).tolist() == [0, 1, 2, 4, 8, 16]
+    assert position_edges(17).tolist() == [0, 1, 2, 4, 8, 16, 32]
+    assert position_edges(1).tolist() == position_edges(2).tolist() == [0, 1, 2]
+    for length in range(1, 200):
+        edges = position_edges(length)
+        assert edges[-1] >= length and (np.diff(edges) > 0).all()
+        assert len(edges) <= 3 or edges[-2] < length
+
+
+@pytest.fixture
+def run_of(tmp_path, make_checkpoint, make_heldout):
+    def run(checkpoint, lengths, *, batch_tokens=256, max_length=128, per_document=1) -> xr.DataTree:
+        number = len(list(tmp_path.iterdir()))
+        options = RunOptions(max_length=max_length, batch_tokens=batch_tokens)
+        heldout = make_heldout(lengths, per_document)
+        out = tmp_path / f"run{number}.h5"
+        return open_run(run_probes(checkpoint, heldout, [AttentionSink()], out, options))
+
+    return run
+
+
+def test_identical_visits_do_not_change(run_of, make_checkpoint):
+    """When the span writes nothing, the second visit sees what the first saw: a change of exactly 0."""
+    checkpoint = make_checkpoint("smelt", residual_scale=0.0)
+    run = run_of(checkpoint, [80, 64, 40, 12, 3, 2])
+    summary = summarize(run, draws=50)
+    later = summary["visit"].values > 1
+    assert later.sum() == 3
+    for end in ("", "_low", "_high"):
+        assert (summary[f"change{end}"].values[later] == 0).all()
+        assert np.isnan(summary[f"change{end}"].values[~later]).all()
+        assert summary[f"change_overall{end}"] == 0
+    assert "+0.000" in sentence(summary)
+    data = run["attention_sink"].dataset
+    first = {int(e): i for i, e in enumerate(data["layer"].values) if data["visit"].values[i] == 1}
+    for name, array in data.data_vars.items():
+        if "execution" not in array.dims:
+            continue
+        for e in np.flatnonzero(later):
+            one, two = array.isel(execution=first[int(data["layer"][e])]), array.isel(execution=int(e))
+            assert np.array_equal(one.values, two.values, equal_nan=True), name
+
+
+def test_different_visits_do_change(run_of, make_checkpoint):
+    summary = summarize(run_of(make_checkpoint("smelt"), [80, 64, 40, 12]), draws=50)
+    later = summary["visit"].values > 1
+    assert (np.abs(summary["change"].values[later]) > 0).all()
+
+
+def test_summary_like_slow_averages(run_of, make_checkpoint):
+    lengths = [90, 70, 64, 33, 17, 6, 3, 2]
+    run = run_of(make_checkpoint("gpt_oss"), lengths, per_document=2)
+    summary, data = summarize(run, draws=100), run["attention_sink"].dataset
+    assert summary.attrs["segments"] == 8 and summary.attrs["documents"] == 4
+    assert summary.attrs["tokens"] == sum(lengths)
+    values = {name: array.values.astype(np.float64) for name, array in data.data_vars.items()}
+    for e in range(4):
+        queries = [values["queries"][s, e] for s in range(8)]
+        for h in range(4):
+            def mean(name: str, e=e, h=h, queries=queries) -> float:
+                return sum(values[name][s, e, h] for s in range(8)) / sum(queries)
+
+            np.testing.assert_allclose(summary["sink_mass"][e, h], mean("sink_mass_sum"))
+            np.testing.assert_allclose(summary["heaviest_mass"][e, h], mean("heaviest_mass_sum"))
+            np.testing.assert_allclose(summary["learned_sink_mass"][e, h], mean("learned_sink_mass_sum"))
+            nearby = np.nansum(values["nearby_mass_sum"][:, e, h]) / sum(queries)
+            np.testing.assert_allclose(summary["nearby_mass"][e, h], nearby)
+            alpha = values["sink_alpha"][:, e, h]
+            assert np.isfinite(alpha).sum() == 3
+            rate = sum(a > 0.3 for a in alpha if np.isfinite(a)) / 3
+            np.testing.assert_allclose(summary["sink_rate"][e, h], rate)
+        np.testing.assert_allclose(summary["sink_mass_mean"][e], summary["sink_mass"][e].mean())
+        blind = values["blind_queries"][:, e].sum()
+        assert (blind > 0) == (e in (0, 2))
+        np.testing.assert_allclose(summary["blind_share"][e], blind / (blind + sum(queries)))
+
+
+def test_nearby_mass_of_short_segments_counts(run_of, make_checkpoint):
+    """Segments shorter than the nearby keys: no mass there is mass 0, not a missing number."""
+    together = summarize(run_of(make_checkpoint("llama"), [3, 3, 40]), draws=0)
+    apart = summarize(run_of(make_checkpoint("llama"), [3, 3, 40], batch_tokens=40), draws=0)
+    for name in ("nearby_mass", "sink_mass", "sink_mass_by_position", "heaviest_mass"):
+        np.testing.assert_allclose(apart[name], together[name], atol=1e-6, err_msg=name)
+    run = run_of(make_checkpoint("llama"), [3, 3, 4])
+    nearby = run["attention_sink"]["nearby_mass_sum"].values
+    assert np.isfinite(nearby).all()
+    assert (nearby[..., 3] == 0).all()
+
+
+def test_one_token_segments_are_no_evidence(run_of, make_checkpoint):
+    summary = summarize(run_of(make_checkpoint("smelt"), [1, 1, 1]), draws=20)
+    assert np.isnan(summary["sink_mass"]).all()
+    assert np.isnan(summary["heaviest_is_first"]).all()
+    assert np.isnan(summary["change_overall"])
+    sentence(summary)
+
+
+def test_dimensions_hold_what_is_measured():
+    shape = ModelShape(executions=[], heads=4, max_length=100)
+    dimensions = AttentionSink().dimensions(shape)
+    assert dimensions["position"].tolist() == [0, 1, 2, 4, 8, 16, 32, 64]
+    for variable in AttentionSink().variables(shape).values():
+        assert variable.dims[:2] == ("segment", "execution")
+        assert set(variable.dims) <= {"segment", "execution", "head", *dimensions}

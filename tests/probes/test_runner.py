@@ -1,0 +1,322 @@
+"""The runner over made held-out sets: batching, resuming after a kill, identity."""
+
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from smeltscope.activations import attributes_of, capture, open_run
+from smeltscope.errors import SmeltscopeError
+from smeltscope.probes import AttentionSink, RunOptions, run_probes
+from smeltscope.probes.attention_sink import measure_sink, summarize
+from smeltscope.tasks import HeldOut
+
+LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
+OPTIONS = RunOptions(max_length=128, batch_tokens=300)
+
+
+def reordered(heldout: HeldOut, order: list[int]) -> HeldOut:
+    segments = [heldout.segment(i) for i in order]
+    return replace(
+        heldout,
+        tokens=np.concatenate(segments),
+        offsets=np.cumsum([0, *map(len, segments)]).astype(np.int64),
+        document=heldout.document[order],
+    )
+
+
+def by_segment(run) -> list[dict[str, np.ndarray]]:
+    """The rows of a run, sorted by document and length: independent of the order in the file."""
+    segments, data = run["segments"].dataset, run["attention_sink"].dataset
+    order = np.lexsort([segments["tokens"].values, segments["document"].values])
+    arrays = {n: a.values for n, a in data.data_vars.items() if a.dims[0] == "segment"}
+    return [
+        {"document": segments["document"].values[i]} | {n: a[i] for n, a in arrays.items()}
+        for i in order
+    ]
+
+
+def assert_close(one, other, atol: float = 1e-5) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], atol=atol, rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture
+def probe(tmp_path):
+    def run(checkpoint, heldout, options=OPTIONS, name="run.h5", sink=None, **kwargs):
+        out = tmp_path / name
+        return open_run(
+            run_probes(checkpoint, heldout, [sink or AttentionSink()], out, options, **kwargs)
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["smelt", "gpt_oss", "gpt2", "inkling2_loop"])
+def test_batching_and_order_change_nothing(probe, make_checkpoint, make_heldout, name):
+    checkpoint, heldout = make_checkpoint(name), make_heldout(LENGTHS)
+    together = by_segment(probe(checkpoint, heldout, name="a.h5"))
+    alone = RunOptions(max_length=128, batch_tokens=128)  # the long ones alone, others with more padding
+    assert_close(by_segment(probe(checkpoint, heldout, alone, "b.h5")), together)
+    large = RunOptions(max_length=128, batch_tokens=128 * len(LENGTHS))
+    assert_close(by_segment(probe(checkpoint, heldout, large, "c.h5")), together)
+    mixed = reordered(heldout, [4, 2, 0, 11, 10, 1, 3, 5, 9, 8, 7, 6])
+    assert_close(by_segment(probe(checkpoint, mixed, name="d.h5")), together)
+
+
+def test_every_segment_as_if_it_ran_alone(probe, make_checkpoint, make_heldout):
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
+    run = probe(checkpoint, heldout)
+    data, segments = run["attention_sink"].dataset, run["segments"].dataset
+    assert sorted(segments["tokens"].values) == sorted(LENGTHS)
+    for row in range(len(LENGTHS)):
+        document, length = segments["document"].values[row], segments["tokens"].values[row]
+        (index,) = [
+            i
+            for i in range(len(LENGTHS))
+            if heldout.document[i] == document and heldout.lengths[i] == length
+        ]
+        assert segments["document_id"].values[row] == f"doc{document}"
+        assert segments["category"].values[row] == "ab"[document % 2]
+        tokens = torch.from_numpy(heldout.segment(index).astype(np.int64))[None]
+        with torch.inference_mode(), capture(checkpoint.model) as alone:
+            checkpoint.model(tokens)
+        for execution in range(9):
+            numbers = measure_sink(alone[execution, "attention"], torch.tensor([length]))
+            for name in ("queries", "sink_mass_sum", "heaviest_mass_sum", "sink_alpha"):
+                got = data[name].values[row, execution]
+                np.testing.assert_allclose(got, numbers[name][0], atol=1e-5, rtol=1e-5)
+
+
+def test_what_the_file_says_about_the_run(probe, make_checkpoint, make_heldout):
+    run = probe(make_checkpoint("smelt"), make_heldout(LENGTHS))
+    data = run["attention_sink"].dataset
+    assert data["layer"].values.tolist() == [0, 1, 2, 3, 1, 2, 3, 4, 5]
+    assert data["visit"].values.tolist() == [1, 1, 1, 1, 2, 2, 2, 1, 1]
+    assert data["module"].values[4] == "layers[4]"
+    assert data["head"].values.tolist() == [0, 1, 2, 3]
+    attributes = attributes_of(run)
+    assert attributes["identity"] == {
+        "checkpoint_digest": "smelt []",
+        "data_digest": f"{LENGTHS} 0",
+        "visits": 2,
+        "dtype": "float32",
+        "max_length": 128,
+        "batch_tokens": 300,
+        "seed": 0,
+        "probes": {"attention-sink": {"include_first": False}},
+    }
+    assert attributes["model_type"] == "smelt"
+    assert attributes["model_config"]["num_visits"] == 2
+    assert attributes["packages"]["torch"] == torch.__version__
+    assert "sink_mass_sum" in run["attention_sink"].attrs["definition"]
+
+
+def test_the_same_run_twice_gives_the_same_bits(probe, make_checkpoint, make_heldout):
+    runs = [probe(make_checkpoint("smelt"), make_heldout(LENGTHS), name=n) for n in "ab"]
+    for name, array in runs[0]["attention_sink"].data_vars.items():
+        other = runs[1]["attention_sink"][name]
+        assert np.array_equal(array.values, other.values, equal_nan=True)
+
+
+def test_a_model_with_one_visit(probe, make_checkpoint, make_heldout):
+    run = probe(make_checkpoint("baseline"), make_heldout(LENGTHS))
+    summary = summarize(run, draws=20)
+    assert summary.sizes["execution"] == 6
+    assert np.isnan(summary["change"]).all() and np.isnan(summary["change_overall"])
+    assert np.isfinite(summary["sink_mass"]).all()
+
+
+def test_bfloat16(probe, make_checkpoint, make_heldout):
+    """The same model in 16 bits: sink masses near those of float32, and recorded as another run."""
+    exact = probe(make_checkpoint("smelt"), make_heldout(LENGTHS), name="a.h5")
+    rounded = probe(
+        make_checkpoint("smelt", dtype=torch.bfloat16), make_heldout(LENGTHS), name="b.h5"
+    )
+    assert attributes_of(rounded)["identity"]["dtype"] == "bfloat16"
+    one, two = (summarize(r, draws=0)["sink_mass"].values for r in (exact, rounded))
+    assert np.isfinite(two).all()
+    assert np.abs(one - two).max() < 0.02  # the model's own rounding
+
+
+def test_the_head_with_the_first_query(probe, make_checkpoint, make_heldout):
+    heldout, checkpoint = make_heldout(LENGTHS), make_checkpoint("llama")
+    without = probe(checkpoint, heldout, name="a.h5")["attention_sink"]
+    including = probe(checkpoint, heldout, name="b.h5", sink=AttentionSink(include_first=True))
+    including = including["attention_sink"]
+    np.testing.assert_allclose(including["queries"] - without["queries"], 1)
+    np.testing.assert_allclose(
+        including["sink_mass_sum"] - without["sink_mass_sum"], 1, atol=2e-5
+    )
+
+
+def test_progress(probe, make_checkpoint, make_heldout):
+    told = []
+    probe(
+        make_checkpoint("baseline"),
+        make_heldout(LENGTHS),
+        on_progress=lambda seen, total: told.append((seen, total)),
+    )
+    assert told[-1] == (sum(LENGTHS), sum(LENGTHS))
+    assert told == sorted(told) and len(told) > 2
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(batches: int):
+    calls = []
+
+    def on_progress(seen: int, total: int) -> None:
+        calls.append(seen)
+        if len(calls) == batches:
+            raise Stop
+
+    return on_progress
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"batch_tokens": 256}, "batch_tokens: was 300, is 256"),
+        ({"max_length": 256}, "max_length: was 128, is 256"),
+        ({"seed": 1}, "seed: was 0, is 1"),
+        ("checkpoint", "checkpoint_digest: was 'smelt "),
+        ("visits", "visits: was 2, is 3"),
+        ("dtype", "dtype: was 'float32', is 'bfloat16'"),
+        ("data", "data_digest"),
+        ("probe", "probes: was .*include_first"),
+    ],
+)
+def test_resuming_another_run_is_refused(tmp_path, make_checkpoint, make_heldout, change, named):
+    checkpoint, heldout, out = make_checkpoint("smelt"), make_heldout(LENGTHS), tmp_path / "run.h5"
+    with pytest.raises(Stop):
+        run_probes(
+            checkpoint, heldout, [AttentionSink()], out, OPTIONS, on_progress=stop_after(2)
+        )
+    options, sink = OPTIONS, AttentionSink()
+    if isinstance(change, dict):
+        options = replace(OPTIONS, **change)
+    elif change == "checkpoint":
+        checkpoint = replace(checkpoint, digest="another")
+    elif change == "visits":
+        checkpoint = replace(make_checkpoint("smelt", num_visits=3), digest=checkpoint.digest)
+    elif change == "dtype":
+        checkpoint = make_checkpoint("smelt", dtype=torch.bfloat16)
+    elif change == "data":
+        heldout = make_heldout(LENGTHS, seed=1)
+    else:
+        sink = AttentionSink(include_first=True)
+    with pytest.raises(SmeltscopeError, match=named):
+        run_probes(checkpoint, heldout, [sink], out, options)
+    run_probes(checkpoint, heldout, [sink], out, options, force=True)
+
+
+def test_an_interrupted_run_goes_on(tmp_path, probe, make_checkpoint, make_heldout):
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
+    whole = probe(checkpoint, heldout, name="whole.h5")
+    with pytest.raises(Stop):
+        run_probes(
+            checkpoint,
+            heldout,
+            [AttentionSink()],
+            tmp_path / "cut.h5",
+            OPTIONS,
+            on_progress=stop_after(2),
+        )
+    done = open_run(tmp_path / "cut.h5.partial")["segments/done"].values
+    assert 0 < done.sum() < len(LENGTHS)
+    forwards = []
+    hook = checkpoint.model.model.register_forward_hook(lambda *_: forwards.append(1))
+    cut = probe(checkpoint, heldout, name="cut.h5")
+    hook.remove()
+    assert_same_bits(tmp_path / "whole.h5", tmp_path / "cut.h5")
+    assert cut["segments/done"].all() and whole["segments/done"].all()
+
+
+def assert_same_bits(one, other) -> None:
+    with h5py.File(one) as a, h5py.File(other) as b:
+        names = []
+        a.visit(names.append)
+        assert names
+        for name in names:
+            if isinstance(a[name], h5py.Dataset):
+                assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+                if a[name].dtype.kind == "f":
+                    assert a[name][...].tobytes() == b[name][...].tobytes(), name
+                else:
+                    assert np.array_equal(a[name][...], b[name][...]), name
+        assert a.attrs["identity"] == b.attrs["identity"]
+
+
+_SCRIPT = '''
+import importlib.util, os, signal, sys
+import torch
+torch.set_num_threads(1)
+spec = importlib.util.spec_from_file_location("made", sys.argv[1])
+made = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(made)
+from smeltscope.probes import AttentionSink, RunOptions, run_probes
+checkpoint, heldout = made._checkpoint("smelt"), made._heldout([9, 70, 2, 33, 64, 17, 3, 70, 5, 128, 12])
+calls = []
+def die(seen, total):
+    calls.append(seen)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+on_progress = die if sys.argv[3] == "die" else None
+options = RunOptions(max_length=128, batch_tokens=150)
+run_probes(checkpoint, heldout, [AttentionSink()], sys.argv[2], options, on_progress=on_progress)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9")
+def test_killed_and_run_again(tmp_path):
+    """Another process, killed and started anew, gives the bits of an uninterrupted one."""
+    import subprocess
+    from pathlib import Path
+
+    made = Path(__file__).with_name("conftest.py")
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+
+    def start(name: str, how: str) -> int:
+        command = [sys.executable, str(script), str(made), str(tmp_path / name), how]
+        return subprocess.run(command, capture_output=True).returncode
+
+    assert start("cut.h5", "die") == -signal.SIGKILL
+    done = open_run(tmp_path / "cut.h5.partial")["segments/done"].values
+    assert 0 < done.sum() < len(done)
+    assert start("cut.h5", "live") == 0
+    assert start("whole.h5", "live") == 0
+    assert_same_bits(tmp_path / "whole.h5", tmp_path / "cut.h5")
+
+
+def test_a_model_that_cannot_be_captured_leaves_no_file(tmp_path, make_checkpoint, make_heldout):
+    checkpoint = make_checkpoint("llama")
+    checkpoint.model.set_attn_implementation("flex_attention")
+    with pytest.raises(SmeltscopeError, match="flex_attention"):
+        run_probes(
+            checkpoint, make_heldout([5, 6]), [AttentionSink()], tmp_path / "run.h5", OPTIONS
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_is_left_as_it_was(probe, make_checkpoint, make_heldout):
+    checkpoint = make_checkpoint("smelt")
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        before = checkpoint.model(tokens).logits
+        probe(checkpoint, make_heldout(LENGTHS))
+        assert torch.equal(checkpoint.model(tokens).logits, before)
+    assert checkpoint.model.config._attn_implementation == "sdpa"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in checkpoint.model.model.layers)
