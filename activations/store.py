@@ -211,7 +211,7 @@ def open_run(path: str | Path) -> xr.DataTree:
 
 def attributes_of(run: xr.DataTree) -> dict[str, Any]:
     """The root attributes of a run with their JSON decoded."""
-    return {key: _decoded(value) for key, value in run.attrs.items()}
+    return {str(key): _decoded(value) for key, value in run.attrs.items()}
 
 
 def _labelled(tree: xr.DataTree) -> xr.DataTree:
@@ -253,9 +253,7 @@ def _allocate(file: h5py.File, schema: Schema, *, packed: bool = False) -> None:
             if packed:
                 storage = {"chunks": _chunks(shape, kind.itemsize), "shuffle": True}
                 storage |= {"compression": "gzip", "compression_opts": 1}
-            dataset = group.create_dataset(
-                name, shape=shape, dtype=kind, fillvalue=fill, **storage
-            )
+            dataset = group.create_dataset(name, shape=shape, dtype=kind, fillvalue=fill, **storage)
             if not packed:
                 dataset[...] = fill  # HDF5 allocates at the first write
             for axis, dimension in enumerate(variable.dims):

@@ -155,7 +155,8 @@ def sink_depth_profile(summary: xr.Dataset) -> go.Figure:
     )
     labels = [f"L{int(layer)}" for layer in summary["layer"].values]
     figure.update_xaxes(
-        title_text="layer, in the order of execution (shaded: later visits)",
+        title_text="layer, in the order of execution"
+        + (" (shaded: later visits)" if (visits > 1).any() else ""),
         tickvals=executions[:: _tick(len(executions))],
         ticktext=labels[:: _tick(len(executions))],
     )

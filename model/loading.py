@@ -164,7 +164,7 @@ def load_model(
     wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
     try:
         with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=wanted if wanted == "auto" else getattr(torch, wanted),
@@ -185,6 +185,7 @@ def load_model(
         raise SmeltscopeError(
             f"The checkpoint {folder} could not be loaded: {_reason(error)}."
         ) from error
+    model, info = loaded
     _check_loaded(model, info, folder)
     if visits is not None:
         if not isinstance(model, SmeltForCausalLM):

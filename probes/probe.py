@@ -31,8 +31,15 @@ class ModelShape:
 class Probe(Protocol):
     """A diagnostic. It holds its options and no results: what it measures goes into the arrays of a batch."""
 
-    name: str
-    sites: Sequence[str]
+    @property
+    def name(self) -> str:
+        """The command's name."""
+        ...
+
+    @property
+    def sites(self) -> Sequence[str]:
+        """Where it reads."""
+        ...
 
     def options(self) -> dict[str, Any]:
         """What changes its numbers, recorded in the run file."""

@@ -2,10 +2,12 @@
 
 from smeltscope.tasks.batches import pad_batch, plan_batches
 from smeltscope.tasks.text import DocumentInfo, HeldOut, load_heldout, shipped_heldout
+from smeltscope.tasks.tokens import SpecialTokens
 
 __all__ = [
     "DocumentInfo",
     "HeldOut",
+    "SpecialTokens",
     "load_heldout",
     "pad_batch",
     "plan_batches",

@@ -22,7 +22,7 @@ from smeltscope.tasks.files import (
     find_files,
     quiet_datasets,
 )
-from smeltscope.tasks.tokens import start_token, tokenize
+from smeltscope.tasks.tokens import SpecialTokens, start_token, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class Segment:
 
 def load_heldout(
     paths: Sequence[str | Path],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | SpecialTokens",
     *,
     max_length: int,
     tokens: int | None = None,
@@ -105,6 +105,7 @@ def load_heldout(
     tie), categories that are used up leave their share to the others, and the segment that crosses
     the budget is cut there. The result depends on data and options alone.
 
+    A model without a tokenizer has `SpecialTokens`, for token arrays alone.
     `vocab_size` is the model's: an id that it lacks is an error. `token_dtype` is the type of .bin
     files. `split_token` parts the documents of token arrays, by default the tokenizer's start and
     end token. Raises SmeltscopeError with a sentence that names the file and the mend.
@@ -165,7 +166,7 @@ def shipped_heldout() -> list[Path]:
 
 def _token_ids(
     document: Document,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase | SpecialTokens",
     start: int | None,
     vocab_size: int | None,
     dropped: Counter[str],
@@ -173,6 +174,11 @@ def _token_ids(
     """The document's real tokens, piece by piece, (n,) int32, checked against the vocabulary."""
     content = document.content
     if isinstance(content, str):
+        if isinstance(tokenizer, SpecialTokens):
+            raise SmeltscopeError(
+                f"{document.file} is text, but the checkpoint holds no tokenizer: save one beside the "
+                "model with save_pretrained, or give token arrays (.npy, .bin)."
+            )
         pieces, whose = tokenize(tokenizer, content), "the tokenizer's ids"
     else:
         pieces = (content[i : i + BLOCK] for i in range(0, len(content), BLOCK))

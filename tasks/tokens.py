@@ -1,6 +1,7 @@
 """From text to token ids: which token begins a segment, and long texts in pieces."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,17 @@ OVERLAP = 1 << 12  # characters that neighbouring pieces share
 AGREE = 8  # tokens that must be the same on both sides of a seam
 
 
-def start_token(tokenizer: "PreTrainedTokenizerBase", bos: bool) -> tuple[int | None, list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """Start and end token of a model without a tokenizer, which can be run on token arrays only."""
+
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+
+def start_token(
+    tokenizer: "PreTrainedTokenizerBase | SpecialTokens", bos: bool
+) -> tuple[int | None, list[str]]:
     """The id that begins each segment, None for no start token, and what to tell the user.
 
     It is the tokenizer's start token, or its end token where it has no start token.
@@ -22,6 +33,10 @@ def start_token(tokenizer: "PreTrainedTokenizerBase", bos: bool) -> tuple[int | 
         return None, ["No start token, as asked: a segment begins with its first real token."]
     first, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     start = end if first is None else first
+    if isinstance(tokenizer, SpecialTokens):
+        if start is None:
+            return None, ["The model names neither a start nor an end token: segments have neither."]
+        return start, [f"No tokenizer: id {start} of the model's configuration begins each segment."]
     if start is None:
         return None, ["The tokenizer has neither a start nor an end token: segments have neither."]
     name = f"{tokenizer.convert_ids_to_tokens(start)} (id {start})"

@@ -109,6 +109,7 @@ def probe_process() -> Callable[..., Result]:
     ) -> Result:
         done = subprocess.run(
             [*python, "-m", "smeltscope", "probe", *map(str, args)],
+            check=False,
             capture_output=True,
             text=True,
             cwd=cwd,

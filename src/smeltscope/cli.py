@@ -126,7 +126,7 @@ def run(group: click.Group, args: Sequence[str]) -> int:
     except BrokenPipeError:  # the same, with what was not written yet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its exit
         return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # the last resort: a sentence all the same
         _say(f"Unexpected {type(error).__name__}: {error} (--debug shows where)", debug)
         return 1
 

@@ -158,11 +158,17 @@ def assert_like_dense(case: Case, attention: Attention, kernel: float = 0.0) -> 
     assert torch.equal(attention.keys_seen(), seen.sum(-1))
     if attention.learned_sink is None:
         assert not (sink > 0).any()
-        torch.testing.assert_close(on_all.sum(-1), torch.ones(()).expand_as(lse), atol=1e-5 + kernel, rtol=0)
+        torch.testing.assert_close(
+            on_all.sum(-1), torch.ones(()).expand_as(lse), atol=1e-5 + kernel, rtol=0
+        )
     else:
         torch.testing.assert_close(attention.learned_sink.double(), sink, atol=mass, rtol=0)
         torch.testing.assert_close(
-            on_all.sum(-1), 1 - attention.learned_sink, atol=1e-5 + kernel, rtol=0, check_dtype=False
+            on_all.sum(-1),
+            1 - attention.learned_sink,
+            atol=1e-5 + kernel,
+            rtol=0,
+            check_dtype=False,
         )
 
 
@@ -187,7 +193,9 @@ def test_output_is_bit_equal_to_transformers(case, mode, dtype):
     case.extra = {"scaling": case.extra["scaling"]}
     with MODES[mode]():
         q, k, v = (t.to(dtype) for t in (case.query, case.key, case.value))
-        mask = case.mask if case.mask is None or case.mask.dtype == torch.bool else case.mask.to(dtype)
+        mask = (
+            case.mask if case.mask is None or case.mask.dtype == torch.bool else case.mask.to(dtype)
+        )
         output, _ = attend(case.module, q, k, v, mask, **case.extra)
         expected, _ = sdpa_attention_forward(case.module, q, k, v, mask, **case.extra)
     assert output.dtype == dtype
@@ -223,9 +231,7 @@ def test_mass_on_keys_by_head():
         for h in range(4):
             for n in range(3):
                 expected = dense[b, h, :, keys[b, h, n]]
-                torch.testing.assert_close(
-                    mass[b, h, :, n].double(), expected, atol=EXACT, rtol=0
-                )
+                torch.testing.assert_close(mass[b, h, :, n].double(), expected, atol=EXACT, rtol=0)
 
 
 @settings(max_examples=25, deadline=None)
@@ -368,7 +374,9 @@ def test_gradients_pass_through(sink, kind, padded):
     if padded and sink is None:
         assert all(g.isfinite().all() for g in case_gradients)
         return
-    if padded:  # the dense softmax has no gradient where a row is empty: give it a key and count it out
+    if (
+        padded
+    ):  # the dense softmax has no gradient where a row is empty: give it a key and count it out
         case.mask[0, :, :2, 0] = True if kind == "bool" else 0.0
     expected = gradients(torch.float64, dense)
     for got, true in zip(case_gradients, expected, strict=True):

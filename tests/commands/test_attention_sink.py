@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,13 @@ def test_the_whole_command(
         "Error: x.h5 exists already; choose another --out, or pass --force to replace it.\n"
     )
     assert again.out == "" and (tmp_path / "x.h5").read_bytes() == before
+
+
+def test_a_narrow_terminal_cuts_no_number(
+    sink: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    assert "…" not in sink("--out", tmp_path / "x.h5", "--tokens", "1k").out
 
 
 def test_force_replaces(sink: Callable[..., Any], tmp_path: Path) -> None:
@@ -184,6 +192,16 @@ def test_token_arrays(sink: Callable[..., Any], tmp_path: Path) -> None:
     assert len(set(documents.tolist())) == 3
     a, b = (smeltscope.open(tmp_path / f"{name}.h5")["attention_sink"] for name in "ab")
     xr.testing.assert_equal(a.dataset, b.dataset)
+
+
+def test_token_arrays_need_no_tokenizer(
+    sink: Callable[..., Any], tmp_path: Path, save_checkpoint: Callable[..., Path]
+) -> None:
+    folder = save_checkpoint(tmp_path / "ckpt", with_tokenizer=False, bos_token_id=256)
+    np.save(tmp_path / "ids.npy", np.arange(500) % 250)
+    done = sink("--out", tmp_path / "x.h5", ckpt=folder, data=tmp_path / "ids.npy")
+    assert done.code == 0, done.err
+    assert "id 256" in done.err
 
 
 def test_a_labelled_tree(sink: Callable[..., Any], tmp_path: Path) -> None:
@@ -302,7 +320,9 @@ def test_a_closed_pipe_is_no_error(
     given += ["--html", tmp_path / "x.html", "--tokens", 300]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command(*given), stdout=write, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command(*given), check=False, stdout=write, stderr=subprocess.PIPE, text=True
+    )
     os.close(write)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
@@ -321,3 +341,32 @@ def test_a_closed_pipe_for_json(
         monkeypatch.setattr("sys.stdout", closed)
         assert run(probe, ["attention-sink", *map(str, given), "--json", "--tokens", "300"]) == 0
     assert (tmp_path / "x.h5").exists()
+
+
+@pytest.mark.xfail(strict=True, reason="NaN masses are summed as 0 over counted queries")
+def test_attention_without_a_value_is_never_shown_as_zero(
+    sink: Callable[..., Any], tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    """Finite weights whose attention scores overflow: refused, or NaN in the table; not .000."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "ckpt")
+    weights = load_file(folder / "model.safetensors")
+    for name in ("q_norm", "k_norm"):
+        weights[f"model.layers.1.self_attn.{name}.weight"][:] = 3e38
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "x.h5"
+    done = sink("--out", out, "--tokens", 300, ckpt=folder)
+    if done.code == 0:
+        assert np.isnan(summary_of(out)["sink_mass"].sel(execution=1)).all()
+    else:
+        assert done.code == 2
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the check for a writable folder touches and removes this name"
+)
+def test_files_of_the_user_are_left_alone(sink: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "x.h5.probe").write_text("mine")
+    assert sink("--out", tmp_path / "x.h5", "--tokens", 300).code == 0
+    assert (tmp_path / "x.h5.probe").read_text() == "mine"

@@ -294,7 +294,7 @@ def test_a_tokenizer_that_is_missing_or_broken(refused: Refused, broken: Path) -
     assert "save it there again" in refused(ckpt=broken, names=broken)
     for file in broken.glob("tokenizer*"):
         file.unlink()
-    assert "no tokenizer" in refused(ckpt=broken, names=broken)
+    assert "no tokenizer" in refused(ckpt=broken, names="text.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting a small file system needs the rights of root")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -415,7 +415,6 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(refused: Refused, full_disk: Path, tmp_path: Path) -> None:
     sentence = refused(out=full_disk / "x.h5", names=full_disk / "x.h5")
     assert "disk is full" in sentence
-    (full_disk / "x.h5").exists()
 
 
 def test_a_full_disk_for_the_page(

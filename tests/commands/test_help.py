@@ -30,7 +30,7 @@ for group, command in {list(commands())}:
 loaded = [name for name in {HEAVY} if name in sys.modules]
 sys.exit(f"loaded: {{loaded}}" if loaded else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "attention-sink" in done.stdout
 

@@ -9,8 +9,10 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import smeltscope
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 HOWTOS = ("transformer-lens.md", "nnsight.md")
+EXAMPLES = (*HOWTOS, "capture.md")
 
 
 def python_of(page: Path) -> str:
@@ -23,10 +25,10 @@ def python_of(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("name", HOWTOS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_howto_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = python_of(DOCS / name)
-    assert code.count("import smeltscope.model\n") == 1
+    assert "import smeltscope" in code
     file = tmp_path / f"howto_{name.removesuffix('.md').replace('-', '_')}.py"
     file.write_text(code)  # nnsight reads the source of a trace, so it has to lie in a file
     monkeypatch.chdir(tmp_path)
@@ -51,3 +53,11 @@ def test_hook_names_of_the_howto_exist() -> None:
     assert len(named) > 25
     named -= {"hook_result"}  # attn.hook_result for short
     assert {name for name in named if f"blocks.0.{name}" not in known} == set()
+
+
+def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from smeltscope.cli import probe, run
+
+    monkeypatch.chdir(tmp_path)
+    assert run(probe, ["attention-sink", "--tokens", "2k", "-q"]) == 0
+    exec(compile(python_of(ROOT / "README.md"), "README.md", "exec"), {})

@@ -91,7 +91,9 @@ def attention_sink(
     if as_json:
         show.as_json(summary)
     else:
-        _print_table(Console(markup=False), summary, ckpt)
+        console = Console(markup=False)
+        console.width = max(console.width, 80)  # narrower, numbers would be cut
+        _print_table(console, summary, ckpt)
     log.print(f"Run file: {out}", soft_wrap=True, highlight=False)
     if html is not None:
         log.print(f"Page to open: {html.resolve()}", soft_wrap=True, highlight=False)

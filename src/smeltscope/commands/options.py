@@ -138,7 +138,7 @@ def load_data(
     split_token: int | None,
 ) -> tuple["HeldOut", int]:
     """The held-out text that the data options ask for, and the longest segment."""
-    from smeltscope.tasks import load_heldout, shipped_heldout
+    from smeltscope.tasks import SpecialTokens, load_heldout, shipped_heldout
 
     if max_length is None:
         max_length = min(checkpoint.context, DEFAULT_MAX_LENGTH)
@@ -146,18 +146,22 @@ def load_data(
         raise SmeltscopeError(
             f"--max-length {max_length} exceeds the context of {checkpoint.name}; give {checkpoint.context} or less."
         )
-    if checkpoint.tokenizer is None:
-        raise SmeltscopeError(
-            f"{checkpoint.folder} holds no tokenizer; save one beside the model with save_pretrained."
-        )
+    config = checkpoint.model.config.get_text_config(decoder=True)
+    special = SpecialTokens(bos_token_id=config.bos_token_id, eos_token_id=_first(config.eos_token_id))
+    embeddings: Any = checkpoint.model.get_input_embeddings()
     heldout = load_heldout(
         list(data) or shipped_heldout(),
-        checkpoint.tokenizer,
+        checkpoint.tokenizer or special,
         tokens=tokens,
         max_length=max_length,
         bos=not no_bos,
-        vocab_size=checkpoint.model.get_input_embeddings().weight.shape[0],
+        vocab_size=embeddings.weight.shape[0],
         token_dtype=token_dtype,
         split_token=split_token,
     )
     return heldout, max_length
+
+
+def _first(token: int | list[int] | None) -> int | None:
+    """A configuration may list several end tokens."""
+    return token[0] if isinstance(token, list) else token

@@ -1,0 +1,84 @@
+"""Summaries made of chosen numbers, so that figures are tested without a model, and a browser for pages."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def summary_of(
+    layers: int, heads: int, visits: int, *, intervals: bool = True, value: float | None = None
+) -> xr.Dataset:
+    """A summary as `summarize` gives it: the middle half of the layers is looped, `value` for all masses."""
+    start, stop = (layers - layers // 2) // 2, (layers - layers // 2) // 2 + layers // 2
+    order = [(layer, 1) for layer in range(start)]
+    order += [(layer, visit) for visit in range(1, visits + 1) for layer in range(start, stop)]
+    order += [(layer, 1) for layer in range(stop, layers)]
+    layer, visit = np.array(order).T
+    rng = np.random.default_rng(0)
+    mass = rng.uniform(0.1, 0.6, (len(order), heads)) / visit[:, None]
+    mass = mass if value is None else np.full_like(mass, value)
+    first = {layer: e for e, (layer, number) in enumerate(order) if number == 1}
+    change = np.where((visit > 1)[:, None], mass - mass[[first[i] for i in layer]], np.nan)
+    position = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128])
+    uniform = np.array([np.nan, *1.0 / (position[1:] * 1.5)])  # query 0 is not counted
+    uniform = uniform + np.zeros((len(order), 1))
+    values = {
+        "sink_mass": (("execution", "head"), mass),
+        "change": (("execution", "head"), change),
+        "sink_mass_mean": (("execution",), mass.mean(1)),
+        "uniform": (("execution",), np.full(len(order), 0.05)),
+        "sink_mass_by_position": (("execution", "position"), uniform * 2),
+        "uniform_by_position": (("execution", "position"), uniform),
+    }
+    margin = 0.01 if intervals else np.nan
+    arrays = {}
+    for name, (dims, numbers) in values.items():
+        arrays |= {name: (dims, numbers), f"{name}_low": (dims, numbers - margin)}
+        arrays[f"{name}_high"] = (dims, numbers + margin)
+    coords = {
+        "execution": np.arange(len(order)),
+        "layer": ("execution", layer),
+        "visit": ("execution", visit),
+        "position": position,
+    }
+    return xr.Dataset(arrays, coords=coords, attrs={"documents": 12})
+
+
+@pytest.fixture(scope="session")
+def make_summary() -> Callable[..., xr.Dataset]:
+    return summary_of
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real browser without a window. Nothing is downloaded: one has to be installed."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        found = None
+    if found is None:
+        message = "page tests need playwright and Chromium: pip install playwright, apt-get install chromium"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("browser"), executable_path=found, headless=True, args=FLAGS
+        )
+        yield context
+        context.close()

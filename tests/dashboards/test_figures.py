@@ -1,0 +1,124 @@
+"""Figures say what they show, at every size of model."""
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import xarray as xr
+
+from smeltscope.dashboards import sink_by_position, sink_depth_profile, sink_heatmaps
+
+Summaries = Callable[..., xr.Dataset]
+FIGURES = (sink_heatmaps, sink_depth_profile, sink_by_position)
+
+
+def titles(figure: go.Figure) -> list[str]:
+    return [annotation.text.replace("<br>", " ") for annotation in figure.layout.annotations]
+
+
+@pytest.mark.parametrize("make", FIGURES)
+@pytest.mark.parametrize("visits", [1, 2, 3])
+def test_titles_and_axes(make: Callable, visits: int, make_summary: Summaries) -> None:
+    figure = make(make_summary(6, 4, visits))
+    assert "Attention on the first token" in figure.layout.title.text
+    x = [axis.title.text for axis in figure.select_xaxes()]
+    assert all(x), "every x axis is named"
+    y = [axis.title.text for axis in figure.select_yaxes()]
+    assert y[0] in ("layer", "mass on the first token")
+
+
+def test_heat_maps_by_visit(make_summary: Summaries) -> None:
+    figure = sink_heatmaps(make_summary(6, 4, 2))
+    assert titles(figure) == ["Visit 1", "Visit 2", "Visit 2 minus visit 1"]
+    assert [trace.z.shape for trace in figure.data] == [(6, 4)] * 3
+    assert np.isfinite(figure.data[0].z).all()
+    for trace in figure.data[1:]:  # three of the six layers are looped
+        assert np.isfinite(trace.z).all(1).tolist() == [False, True, True, True, False, False]
+    np.testing.assert_allclose(figure.data[2].z[1:4], figure.data[1].z[1:4] - figure.data[0].z[1:4])
+    mass, change = figure.layout.coloraxis, figure.layout.coloraxis2
+    assert mass.cmin == 0 and mass.colorbar.title.text == "mass"
+    assert change.cmin == -change.cmax and change.colorbar.title.text == "change"
+    assert change.showscale
+    assert figure.layout.yaxis.autorange == "reversed"  # layer 0 on top
+
+
+def test_one_visit_shows_no_change(make_summary: Summaries) -> None:
+    figure = sink_heatmaps(make_summary(6, 4, 1))
+    assert titles(figure) == ["Visit 1"]
+    assert figure.layout.coloraxis2.showscale is False
+    assert "all layers" in sink_by_position(make_summary(6, 4, 1)).layout.title.text
+    assert not sink_depth_profile(make_summary(6, 4, 1)).layout.shapes  # nothing is shaded
+
+
+def test_three_visits(make_summary: Summaries) -> None:
+    summary = make_summary(6, 4, 3)
+    assert titles(sink_heatmaps(summary)) == [
+        *("Visit 1", "Visit 2", "Visit 3"),
+        *("Visit 2 minus visit 1", "Visit 3 minus visit 1"),
+    ]
+    assert len(sink_depth_profile(summary).layout.shapes) == 2
+    names = {trace.name for trace in sink_by_position(summary).data}
+    assert names == {"visit 1", "visit 2", "visit 3", "uniform attention"}
+    colours = {t.marker.color for t in sink_by_position(summary).data if "visit" in t.name}
+    assert len(colours) == 3
+
+
+def test_hovering_gives_value_interval_and_number(make_summary: Summaries) -> None:
+    summary = make_summary(6, 4, 2)
+    figure = sink_heatmaps(summary)
+    value = float(summary["sink_mass"][0, 0])
+    expected = f"{value:.4f} [{value - 0.01:.4f}, {value + 0.01:.4f}]<br>12 documents"
+    assert figure.data[0].text[0][0] == expected
+    assert "layer %{y}, head %{x}" in figure.data[0].hovertemplate
+    points = next(t for t in sink_depth_profile(summary).data if t.name == "visit 1, heads")
+    assert points.text[0] == f"layer 0, visit 1, head 0<br>{expected}"
+    single = sink_heatmaps(make_summary(6, 4, 2, intervals=False))  # of a single document
+    assert single.data[0].text[0][0] == f"{value:.4f}<br>12 documents"
+
+
+def test_means_and_intervals_over_depth(make_summary: Summaries) -> None:
+    summary = make_summary(6, 4, 2)
+    traces = {trace.name: trace for trace in sink_depth_profile(summary).data}
+    second = traces["visit 2, mean over heads"]
+    assert second.x.tolist() == [4, 5, 6]
+    np.testing.assert_allclose(second.y, summary["sink_mass_mean"].values[4:7])
+    np.testing.assert_allclose(second.error_y.array, 0.01)
+    assert traces["visit 2, heads"].legendgroup == second.legendgroup
+    assert len(traces["visit 1, heads"].x) == 6 * 4
+    assert set(traces["uniform attention"].y) == {0.05}
+
+
+def test_positions(make_summary: Summaries) -> None:
+    figure = sink_by_position(make_summary(6, 4, 2))
+    assert figure.data[0].x.tolist()[:4] == ["1", "2-3", "4-7", "8-15"]  # query 0 is left out
+    assert figure.layout.yaxis.type == "log"
+    assert figure.data[-1].line.dash == "dot"
+
+
+@pytest.mark.parametrize("make", FIGURES)
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_without_values(make: Callable, value: float, make_summary: Summaries) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = make(make_summary(6, 4, 2, value=value, intervals=False))
+    scale = figure.layout.coloraxis
+    assert scale.cmax is None or scale.cmax > 0
+    assert '"NaN"' not in figure.to_json()
+
+
+@pytest.mark.parametrize(("layers", "heads", "visits"), [(48, 64, 1), (32, 32, 2), (12, 16, 3)])
+def test_many_heads_and_layers_stay_legible(
+    layers: int, heads: int, visits: int, make_summary: Summaries
+) -> None:
+    summary = make_summary(layers, heads, visits)
+    figure = sink_heatmaps(summary)
+    panels = 2 * visits - 1
+    for axis in figure.select_xaxes():
+        assert heads / axis.dtick <= max(4, 24 / panels)
+        assert axis.tickangle == 0
+    for axis in figure.select_yaxes():
+        assert layers / axis.dtick <= 20
+    assert figure.layout.height / layers >= 26  # a row stays high enough to point at
+    assert len(sink_depth_profile(summary).layout.xaxis.tickvals) <= 20
