@@ -211,10 +211,31 @@ def _sink_logit(s_aux: Tensor | None, sinks: Tensor | None, query: Tensor) -> Te
 
 # Passed along by transformers, without influence on attention once the mask is made.
 _HARMLESS = frozenset(
-    "cache cache_offset cache_position conv_mask cu_seq_lens_k cu_seq_lens_q deterministic head_mask_free "
-    "inputs_embeds labels logits_to_keep max_length_k max_length_q num_items_in_batch output_attentions "
-    "output_hidden_states output_router_logits past_key_values position_ids relative_distance seq_idx "
-    "sliding_window token_type_ids use_cache".split()
+    {
+        "cache",
+        "cache_offset",
+        "cache_position",
+        "conv_mask",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "deterministic",
+        "inputs_embeds",
+        "labels",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "relative_distance",
+        "seq_idx",
+        "sliding_window",
+        "token_type_ids",
+        "use_cache",
+    }
 )
 
 

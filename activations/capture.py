@@ -208,7 +208,7 @@ class Capture:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """What the model would have called, for attention that is no layer's (Inkling's messages between visits)."""
-        bare = dict((id(config), name) for config, name in self._implementations)
+        bare = {id(config): name for config, name in self._implementations}
         if bare.get(id(getattr(module, "config", None))) == "eager":
             eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
             if eager is not None:

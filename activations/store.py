@@ -11,6 +11,7 @@ when they are rewritten, and a process killed before HDF5 has noted where to lea
 import errno
 import io
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -117,7 +118,7 @@ class RunWriter:
             raise SmeltscopeError(
                 f"{self.partial} is no run that can be resumed; delete it, or pass --force to start anew."
             ) from error
-        wanted = json.loads(_encoded(self.schema.identity))
+        found, wanted = _flat(found), _flat(json.loads(_encoded(self.schema.identity)))
         changed = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
         if changed:
             details = "; ".join(f"{k}: was {found.get(k)!r}, is {wanted.get(k)!r}" for k in changed)
@@ -162,6 +163,8 @@ def check_out(out: Path, *, force: bool = False, option: str = "--out") -> None:
     """Refuse an output that exists or whose folder cannot be written, before any work is done."""
     if out.is_dir():
         raise SmeltscopeError(f"{option} {out} is a folder; name a file in it.")
+    if out.exists() and not out.is_file():
+        raise SmeltscopeError(f"{option} {out} is no regular file; name a file to be made.")
     if out.exists() and not force:
         raise SmeltscopeError(
             f"{out} exists already; choose another {option}, or pass --force to replace it."
@@ -169,10 +172,9 @@ def check_out(out: Path, *, force: bool = False, option: str = "--out") -> None:
     folder = out.resolve().parent
     if not folder.is_dir():
         raise SmeltscopeError(f"The folder {folder} of {option} does not exist; make it first.")
-    probe = out.with_name(out.name + ".probe")
     try:
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise SmeltscopeError(
             f"{option} {out} cannot be written ({error.strerror}); choose another folder."
@@ -288,6 +290,17 @@ def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Whole rows, as many as make a chunk of about a quarter of a megabyte."""
     row = int(np.prod(shape[1:])) * itemsize
     return (max(1, min(shape[0], _CHUNK_BYTES // max(row, 1))), *(max(n, 1) for n in shape[1:]))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _encoded(value: Any) -> Any:

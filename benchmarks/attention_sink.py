@@ -97,7 +97,7 @@ def forwards(
 
     arrays: dict[str, np.ndarray] = {}
 
-    def observe(execution, site, value) -> None:  # noqa: ANN001
+    def observe(execution, site, value) -> None:
         probe.observe(arrays, batch, execution, site, value)
 
     def materialised() -> None:

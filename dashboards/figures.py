@@ -198,7 +198,12 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
         )
     )
     figure.update_xaxes(title_text="position of the query in its segment", type="category")
-    figure.update_yaxes(title_text="mass on the first token", type="log", dtick="D2")
+    figure.update_yaxes(
+        title_text="mass on the first token",
+        type="log",
+        dtick=1,
+        minor={"dtick": "D1", "showgrid": True},
+    )
     what = "looped layers" if (visits > 1).any() else "all layers"
     figure.update_layout(
         title=f"Attention on the first token, by query position ({what})", height=420

@@ -126,6 +126,9 @@ class SmeltConfig(Qwen3MoeConfig):
             )
 
     def _check_sizes(self) -> None:
+        for name in ("vocab_size", "hidden_size", "moe_intermediate_size"):
+            if getattr(self, name) < 1:
+                raise SmeltscopeError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise SmeltscopeError(
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_key_value_heads "

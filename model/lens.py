@@ -78,3 +78,6 @@ def register() -> None:
     group = "transformer_lens.architectures"
     if not entry_points(group=group, name=ARCHITECTURE):  # a checkout that was never installed
         ArchitectureAdapterFactory.register_adapter(ARCHITECTURE, SmeltArchitectureAdapter)
+
+
+register()

@@ -45,7 +45,7 @@ class _TableFinder(MetaPathFinder):
 
 
 def _register() -> None:
-    import_module("smeltscope.model.lens").register()
+    import_module("smeltscope.model.lens")  # registers at its end
 
 
 def register_with_transformer_lens() -> None:

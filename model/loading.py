@@ -1,5 +1,6 @@
 """Loading any causal language model and its tokenizer, from a folder, a hub name or a shipped name."""
 
+import difflib
 import hashlib
 import json
 import re
@@ -104,9 +105,11 @@ def find_checkpoint(
         return SHIPPED_FOLDER / str(name)
     looks_like_a_path = path.is_absolute() or str(name).startswith(".") or len(path.parts) != 2
     if looks_like_a_path:
-        shipped = ", ".join(shipped_checkpoints()) or "none"
+        shipped = shipped_checkpoints()
+        close = difflib.get_close_matches(str(name), shipped, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"shipped are: {', '.join(shipped)}."
         raise SmeltscopeError(
-            f"There is no checkpoint folder {name}, and no shipped checkpoint of that name (there are: {shipped})."
+            f"There is no checkpoint folder {name}, and no shipped checkpoint of that name; {hint}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -194,7 +197,16 @@ def load_model(
                 f"{type(model).__name__}."
             )
         model = with_visits(model, visits)
-    return model.to(device).eval()
+    return _aligned(model.to(device)).eval()
+
+
+def _aligned(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights as in a model that was never saved: safetensors maps a file as it lies, and on addresses that are no
+    multiple of 64 the CPU's kernels add up in another order."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from smeltscope.activations import Attention, Variable
+from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
 from smeltscope.probes.probe import Batch, ModelShape
 from smeltscope.probes.statistics import Documents, Estimate, bootstrap_weights, ratio
@@ -110,7 +111,13 @@ class AttentionSink:
         site: str,
         value: Attention,
     ) -> None:
-        for name, measured in measure_sink(value, batch.lengths, self.include_first).items():
+        measured_by_name = measure_sink(value, batch.lengths, self.include_first)
+        if not measured_by_name["sink_mass_sum"].isfinite().all():
+            raise SmeltscopeError(
+                f"Attention of layer {execution.layer} at visit {execution.visit} is not a number: the model's "
+                "scores overflow; check its weights, or run it with --dtype float32."
+            )
+        for name, measured in measured_by_name.items():
             rows = arrays[name][:, execution.index]
             if "by_position" in name:  # no query stands in the bins beyond this batch
                 measured = pad(measured, (0, rows.shape[-1] - measured.shape[-1]))
@@ -126,7 +133,7 @@ def measure_sink(
     attention: Attention, lengths: Tensor, include_first: bool = False
 ) -> dict[str, Tensor]:
     """The numbers of `AttentionSink` for one execution: each (B,), (B, H), (B, bin), (B, H, bin) or (B, H, key)."""
-    rows, heads, queries, _ = attention.query.shape
+    rows, _, queries, _ = attention.query.shape
     positions = torch.arange(queries, device=lengths.device)
     first = torch.zeros(rows, 1, dtype=torch.long, device=lengths.device)
     sees_first = attention.sees(first)[..., 0]  # (B, Q)
@@ -278,17 +285,35 @@ def summarize(run: xr.DataTree, *, draws: int = 1000, seed: int = 0) -> xr.Datas
 
 
 def sentence(summary: xr.Dataset) -> str:
-    """The result in a sentence, with numbers and interval."""
-    later = summary["visit"].values > 1
+    """The result in a few sentences, with numbers, chance level and interval."""
+    visits, layers = summary["visit"].values, summary["layer"].values
+    documents = (
+        f"over {summary.attrs['documents']} document{'s' * (summary.attrs['documents'] != 1)}"
+    )
+    later = visits > 1
     if not later.any():
-        mean = float(summary["sink_mass"].mean())
-        return f"No layer is visited twice; the mean sink mass over layers and heads is {mean:.3f}."
+        mean, uniform = (float(summary[name].mean()) for name in ("sink_mass", "uniform"))
+        return (
+            f"Mean over layers and heads: {mean:.4f}; uniform attention: {uniform:.4f}; {documents}. No layer is "
+            "visited twice, so there is no second visit to compare."
+        )
+    looped = np.isin(layers, layers[later])
+    by_visit = [
+        f"{float(summary['sink_mass'].values[looped & (visits == v)].mean()):.4f} at visit {v}"
+        for v in np.unique(visits)
+    ]
+    uniform = float(summary["uniform"].values[looped].mean())
     change = summary["change"].values[later]
-    decided = (summary["change_high"].values[later] < 0) | (summary["change_low"].values[later] > 0)
+    heads = int(np.isfinite(change).sum())
     value, low, high = (float(summary[f"change_overall{end}"]) for end in ("", "_low", "_high"))
-    interval = f" [{low:+.3f}, {high:+.3f}]" if np.isfinite(low) else ""
+    text = (
+        f"Mean over looped layers and heads: {', '.join(by_visit)}; uniform attention: {uniform:.4f}. Later visits "
+        f"minus visit 1: {value:+.2g}"
+    )
+    if not np.isfinite(low):
+        return f"{text}, lower in {int((change < 0).sum())} of {heads} heads, {documents}: too few for an interval."
+    decided = (summary["change_high"].values[later] < 0) | (summary["change_low"].values[later] > 0)
     return (
-        f"Later visits minus visit 1, mean over looped layers and heads: {value:+.3f}{interval}; lower in "
-        f"{int((change < 0).sum())} of {int(np.isfinite(change).sum())} heads ({int(decided.sum())} with an "
-        f"interval that excludes 0, each head judged alone), over {summary.attrs['documents']} documents."
+        f"{text} [{low:+.2g}, {high:+.2g}], lower in {int((change < 0).sum())} of {heads} heads, {documents} "
+        f"(in {int(decided.sum())} heads the interval excludes 0, each judged alone)."
     )

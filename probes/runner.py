@@ -12,6 +12,7 @@ import torch
 
 from smeltscope import __version__
 from smeltscope.activations import RunWriter, Schema, capture
+from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution
 from smeltscope.probes.probe import Batch, ModelShape, Probe, group_name
 from smeltscope.tasks import HeldOut, pad_batch, plan_batches
@@ -46,6 +47,12 @@ def run_probes(
     Interrupted, the same call goes on at the first batch not done. Raises `SmeltscopeError` when the
     model cannot be captured, the data does not fit it, or `out` belongs to another run.
     """
+    longest = int(heldout.lengths.max())
+    if longest > options.max_length:
+        raise SmeltscopeError(
+            f"The data has a segment of {longest} tokens, more than max_length {options.max_length}; "
+            "cut it with load_heldout(max_length=...)."
+        )
     model = checkpoint.model
     device = next(model.parameters()).device
     plan = plan_batches(heldout.lengths, options.batch_tokens)

@@ -35,8 +35,12 @@ def start_token(
     start = end if first is None else first
     if isinstance(tokenizer, SpecialTokens):
         if start is None:
-            return None, ["The model names neither a start nor an end token: segments have neither."]
-        return start, [f"No tokenizer: id {start} of the model's configuration begins each segment."]
+            return None, [
+                "The model names neither a start nor an end token: segments have neither."
+            ]
+        return start, [
+            f"No tokenizer: id {start} of the model's configuration begins each segment."
+        ]
     if start is None:
         return None, ["The tokenizer has neither a start nor an end token: segments have neither."]
     name = f"{tokenizer.convert_ids_to_tokens(start)} (id {start})"

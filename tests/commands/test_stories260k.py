@@ -15,7 +15,9 @@ import torch
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "models" / "stories260K"
 pytestmark = [
     pytest.mark.shared_data,
-    pytest.mark.skipif(not FOLDER.exists(), reason="needs the development data beside the checkout"),
+    pytest.mark.skipif(
+        not FOLDER.exists(), reason="needs the development data beside the checkout"
+    ),
 ]
 LENGTH = 200
 
@@ -37,7 +39,9 @@ def test_the_command_agrees_with_eager_attention(
     model.save_pretrained(tmp_path / "stories260K")  # without a tokenizer: it has no standard form
     text = (FOLDER / "tinystories_sample_5stories.txt").read_text(encoding="utf-8")
     stories = [part.strip() for part in text.split("<|endoftext|>") if part.strip()]
-    tokens = [loader.Tok().encode(story) for story in stories]  # each begins with the start token, 1
+    tokens = [
+        loader.Tok().encode(story) for story in stories
+    ]  # each begins with the start token, 1
     np.save(tmp_path / "stories.npy", np.concatenate(tokens).astype(np.uint16))
 
     done = probe(

@@ -60,4 +60,4 @@ def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.chdir(tmp_path)
     assert run(probe, ["attention-sink", "--tokens", "2k", "-q"]) == 0
-    exec(compile(python_of(ROOT / "README.md"), "README.md", "exec"), {})
+    exec(compile(python_of(ROOT / "README.md"), "README.md", "exec"), {})  # noqa: S102

@@ -1,7 +1,6 @@
 """docs/run-file.md against a real run file: nothing undocumented, nothing documented that is not there."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py

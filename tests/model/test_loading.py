@@ -181,3 +181,13 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "*.safetensors" in asked[0]
     assert not {"*.py", "pytorch_model*.bin"} & set(asked[0])
     assert {"*.safetensors", "*.py", "pytorch_model*.bin"} <= set(asked[1])
+
+
+def test_a_loaded_model_computes_bit_for_bit_what_the_saved_one_did(
+    tmp_path: Path, save_checkpoint: Callable[..., Path]
+) -> None:
+    """Whatever the addresses that safetensors maps the weights to."""
+    tokens = torch.arange(1, 41)[None]
+    loaded = load_checkpoint(save_checkpoint(tmp_path), device="cpu").model
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, tiny_model(vocab_size=258)(tokens).logits)

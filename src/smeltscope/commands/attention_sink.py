@@ -144,5 +144,6 @@ def _print_table(console: Any, summary: "xr.Dataset", ckpt: str) -> None:
             cells.append(lower if later else "")
         table.add_row(*cells, style="bold" if later else "")
     console.print(table)
-    console.print("Means over heads, [95 % intervals] from resampling documents.", style="dim")
+    if summary["change_overall_low"].notnull() or summary["sink_mass_mean_low"].notnull().any():
+        console.print("Means over heads, [95 % intervals] from resampling documents.", style="dim")
     console.print(sentence(summary), highlight=False)

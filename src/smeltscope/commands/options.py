@@ -147,7 +147,9 @@ def load_data(
             f"--max-length {max_length} exceeds the context of {checkpoint.name}; give {checkpoint.context} or less."
         )
     config = checkpoint.model.config.get_text_config(decoder=True)
-    special = SpecialTokens(bos_token_id=config.bos_token_id, eos_token_id=_first(config.eos_token_id))
+    special = SpecialTokens(
+        bos_token_id=config.bos_token_id, eos_token_id=_first(config.eos_token_id)
+    )
     embeddings: Any = checkpoint.model.get_input_embeddings()
     heldout = load_heldout(
         list(data) or shipped_heldout(),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,29 @@ if TYPE_CHECKING:
 
 def data(log: "Console", heldout: "HeldOut") -> None:
     """What the run goes over, and what was left out of it."""
-    documents = len({int(d) for d in heldout.document})
-    log.print(
-        f"{int(heldout.lengths.sum()):,} tokens in {len(heldout):,} segments of {documents:,} documents.",
-        highlight=False,
-    )
+    counts = {
+        "token": int(heldout.lengths.sum()),
+        "segment": len(heldout),
+        "document": len({int(d) for d in heldout.document}),
+    }
+    parts = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+    log.print(f"{parts[0]} in {parts[1]} of {parts[2]}.", highlight=False)
     for note in heldout.notes:
         log.print(note, soft_wrap=True, highlight=False, markup=False)
-    for reason, count in heldout.dropped.items():
-        if count:
-            log.print(f"Left out: {count:,} x {reason.replace('_', ' ')}.", highlight=False)
+    left_out = [
+        f"{count:,} {_LEFT_OUT.get(why, why)}" for why, count in heldout.dropped.items() if count
+    ]
+    if left_out:
+        log.print(f"Left out: {', '.join(left_out)}.", soft_wrap=True, highlight=False)
+
+
+_LEFT_OUT = {
+    "one_token_tail": "x a last segment of one token",
+    "one_token_document": "x a document of one token",
+    "empty_document": "x an empty document",
+    "doubled_start_token": "x a start token in front of the text, which each segment has anyway",
+}
+_LINE_EVERY = 30.0  # seconds, where there is no terminal to draw a bar on
 
 
 @contextmanager
@@ -41,9 +55,10 @@ def progress(log: "Console") -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=log, transient=True, disable=log.quiet or not log.is_terminal
-    ) as bar:
+    if not log.is_terminal:
+        yield _progress_lines(log)
+        return
+    with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
         task = bar.add_task("", total=None, rate="")
 
         def update(done: int, total: int) -> None:
@@ -52,6 +67,28 @@ def progress(log: "Console") -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done, total=total, rate=rate)
 
         yield update
+
+
+def _progress_lines(log: "Console") -> Callable[[int, int], None]:
+    """Progress for a log file: a line now and then."""
+    began = last = time.monotonic()
+    first: int | None = None  # a resumed run begins with tokens that cost no time
+
+    def update(done: int, total: int) -> None:
+        nonlocal first, last
+        now = time.monotonic()
+        if first is None:
+            first = done
+        elif now - last > _LINE_EVERY:
+            last = now
+            speed = (done - first) / (now - began)
+            left = (total - done) / speed
+            log.print(
+                f"{done / total:.0%}, {done:,} tokens, {speed:,.0f} tokens/s, {left:,.0f} s left",
+                highlight=False,
+            )
+
+    return update
 
 
 def number(value: Any, *, signed: bool = False) -> str:
