@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	    --out $(RUNS)/demo.h5 --html $(RUNS)/demo.html
 
 test: $(VENV)/.installed-test browser lint
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -80,6 +80,7 @@ class Capture:
         self._stack, self._layers = decoder_layers(model)
         self._position = 0  # executions begun in this forward
         self._current: Execution | None = None
+        self._seen: set[str] = set()  # sites that the current execution has given
         self._hooks: list[Any] = []
         self._implementations: list[tuple[Any, str | None]] = []
 
@@ -95,7 +96,7 @@ class Capture:
         configs = _configs(self.model)
         for config in configs:
             self._check_implementation(config._attn_implementation)
-        modules_per_execution = [self._module_of(e) for e in self.executions]
+        modules_per_execution = [self.module_of(e) for e in self.executions]
         if set(modules_per_execution) != set(self._layers):
             raise SmeltscopeError(
                 f"{type(self.model).__name__} has {len(self._layers)} layers, but its configuration "
@@ -137,8 +138,8 @@ class Capture:
                 "interface; set it to False in the configuration to capture the model."
             )
 
-    def _module_of(self, execution: Execution) -> nn.Module:
-        """A looped model lists either a module for each execution (SMELT) or one for each layer."""
+    def module_of(self, execution: Execution) -> nn.Module:
+        """The layer that runs: a looped model lists one module for each execution (SMELT) or for each layer."""
         one_each = len(self._layers) == len(self.executions)
         index = execution.index if one_each else execution.layer
         if index >= len(self._layers):
@@ -162,7 +163,7 @@ class Capture:
     def _begin_layer(self, module: nn.Module, *_: Any) -> None:
         if (
             self._position >= len(self.executions)
-            or self._module_of(self.executions[self._position]) is not module
+            or self.module_of(self.executions[self._position]) is not module
         ):
             raise SmeltscopeError(
                 f"The layers of {type(self.model).__name__} ran in another order than its "
@@ -170,7 +171,7 @@ class Capture:
             )
         self._current = self.executions[self._position]
         self._position += 1
-        self._seen: set[str] = set()
+        self._seen = set()
 
     def _end_layer(self, module: nn.Module, *_: Any) -> None:
         assert self._current is not None
@@ -178,7 +179,7 @@ class Capture:
         if missing:
             raise SmeltscopeError(
                 f"Execution {self._current.index} ({type(module).__name__}) has no {', '.join(sorted(missing))} "
-                "to watch: it does not use transformers' attention interface."
+                "to watch: it makes no causal attention through transformers' attention interface."
             )
         self._current = None
 

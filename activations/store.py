@@ -74,9 +74,7 @@ class RunWriter:
         self.partial = self.out.with_name(self.out.name + ".partial")
         self.schema = schema
         check_out(self.out, force=force)
-        if self.partial.exists() and not force:
-            self._check_same_run()
-        else:
+        if not (self.partial.exists() and self._is_same_run(force)):
             with self._replacing(self.partial) as file:
                 _allocate(file, schema)
 
@@ -110,22 +108,26 @@ class RunWriter:
         self.partial.unlink()
         return self.out
 
-    def _check_same_run(self) -> None:
+    def _is_same_run(self, force: bool) -> bool:
+        """Whether OUT.partial can go on; with `force` one that cannot is replaced, else it is refused."""
         try:
             with _opened(self.partial, "r") as file:
                 found = json.loads(file.attrs["identity"])
         except (OSError, KeyError, ValueError) as error:
+            if force:
+                return False
             raise SmeltscopeError(
                 f"{self.partial} is no run that can be resumed; delete it, or pass --force to start anew."
             ) from error
         found, wanted = _flat(found), _flat(json.loads(_encoded(self.schema.identity)))
         changed = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
-        if changed:
+        if changed and not force:
             details = "; ".join(f"{k}: was {found.get(k)!r}, is {wanted.get(k)!r}" for k in changed)
             raise SmeltscopeError(
                 f"{self.partial} was begun by another run ({details}); repeat that one, choose another "
                 "--out, or pass --force to start anew."
             )
+        return not changed
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[h5py.File]:

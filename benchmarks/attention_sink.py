@@ -4,7 +4,7 @@
 
 For each length, in one process, taking turns: a bare forward of the decoder (SDPA, no cache), the same with the probe
 watching and reducing, and a forward with eager attention and `output_attentions=True`. Printed: medians of the
-paired time ratios, and of the peak memory that each needs on top of the model, each measured in a process of its own.
+paired time ratios with their quartiles (processor seconds on the CPU, wall seconds on CUDA), and the peak memory that each needs on top of the model, each measured in a process of its own.
 """
 
 import argparse
@@ -88,7 +88,9 @@ def forwards(
 
     def watched() -> None:
         with capture(model, probe.sites, observe) as run:
-            shape = ModelShape(executions=run.executions, heads=heads, max_length=length)
+            shape = ModelShape(
+                executions=run.executions, modules=[], heads=heads, max_length=length
+            )
             sizes = {"execution": len(run.executions), "head": heads}
             sizes |= {name: len(values) for name, values in probe.dimensions(shape).items()}
             for name, variable in probe.variables(shape).items():

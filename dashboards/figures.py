@@ -180,7 +180,7 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
         figure.add_trace(
             go.Scatter(
                 x=np.asarray(labels)[shown],
-                y=summary["sink_mass_by_position"].values[rows].mean(0)[shown],
+                y=_mean_over_layers(summary["sink_mass_by_position"].values[rows])[shown],
                 mode="lines+markers",
                 marker={"color": _colour(int(visit)), "size": 8},
                 name=f"visit {visit}",
@@ -190,7 +190,7 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
     figure.add_trace(
         go.Scatter(
             x=np.asarray(labels)[shown],
-            y=summary["uniform_by_position"].values[looped].mean(0)[shown],
+            y=_mean_over_layers(summary["uniform_by_position"].values[looped])[shown],
             mode="lines",
             line={"color": _GREY, "dash": "dot", "width": 1.5},
             name="uniform attention",
@@ -209,6 +209,12 @@ def sink_by_position(summary: xr.Dataset) -> go.Figure:
         title=f"Attention on the first token, by query position ({what})", height=420
     )
     return _styled(figure)
+
+
+def _mean_over_layers(values: np.ndarray) -> np.ndarray:
+    """(layer, bin) -> (bin,), over the layers whose queries see the first token from there."""
+    counts = np.isfinite(values).sum(0)
+    return np.where(counts > 0, np.nansum(values, 0) / np.maximum(counts, 1), np.nan)
 
 
 def _layer_by_head(

@@ -109,7 +109,8 @@ def find_checkpoint(
         close = difflib.get_close_matches(str(name), shipped, n=1)
         hint = f"did you mean {close[0]}?" if close else f"shipped are: {', '.join(shipped)}."
         raise SmeltscopeError(
-            f"There is no checkpoint folder {name}, and no shipped checkpoint of that name; {hint}"
+            f"There is no checkpoint folder {name}, and no shipped checkpoint of that name; {hint} "
+            "A name on the Hugging Face hub is OWNER/NAME."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -288,9 +289,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def digest_of(folder: Path) -> str:
-    """sha256 over config.json and all weight files of a folder, in the order of their names."""
+    """sha256 over config.json and the weight files of a folder, in the order of their names."""
     digest = hashlib.sha256()
-    weights = sorted(p for pattern in ("*.safetensors", *_PICKLES) for p in folder.glob(pattern))
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:  # beside safetensors, pickles are an optimiser's state or the like
+        weights = sorted(p for pattern in _PICKLES for p in folder.glob(pattern))
     for path in [folder / "config.json", *weights]:
         digest.update(path.name.encode())
         with path.open("rb") as file:

@@ -86,18 +86,24 @@ def open_run(recipe: Recipe) -> Path:
     kept = output / "recipe.toml"
     if output.exists() and not output.is_dir():
         raise SmeltscopeError(f"{output} is a file: name a folder for the output.")
-    if kept.exists():
+    begun = (output / "rows.npz").exists()  # before that, nothing would be lost
+    if begun and kept.exists():
         if not same_recipe(kept.read_text(encoding="utf-8"), recipe.text):
             raise SmeltscopeError(
                 f"{output} holds a run of another recipe: give --out another folder, or remove it."
             )
-    elif output.exists() and any(output.iterdir()):
+        return output
+    if not kept.exists() and output.exists() and any(output.iterdir()):
         raise SmeltscopeError(f"{output} is not empty and holds no run: give --out a new folder.")
-    else:
+    try:
         output.mkdir(parents=True, exist_ok=True)
         partial = output.with_name(f"{output.name}.recipe.partial")
         partial.write_text(recipe.text, encoding="utf-8")
         partial.rename(kept)
+    except OSError as error:
+        raise SmeltscopeError(
+            f"The output folder {output} cannot be made or written ({error.strerror}): give --out another."
+        ) from error
     return output
 
 

@@ -14,7 +14,7 @@ from smeltscope.activations import Attention, Variable
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
 from smeltscope.probes.probe import Batch, ModelShape
-from smeltscope.probes.statistics import Documents, Estimate, bootstrap_weights, ratio
+from smeltscope.probes.statistics import DRAWS, Documents, Estimate, bootstrap_weights, ratio
 
 NEARBY_KEYS = 4  # keys 1 to 4: where a sink may have moved
 SINK_RATE_TOKENS = 64  # Gu et al.'s T
@@ -35,9 +35,9 @@ class AttentionSink:
     - `sink_mass_by_position_sum`, `queries_by_position`: the same for queries in [1, 2), [2, 4), [4, 8), ...
     - `uniform_sum` = sum over q in C of 1 / (number of keys that q can see): the mass under uniform attention.
     - `nearby_mass_sum`: sum of A[q, k] for k = 1..4. A lower sink may have moved there.
-    - `heaviest_key` = argmax over k of the mean of A[q, k] over 16 queries spread evenly over C, and
-      `heaviest_mass_sum` = sum over q in C of A[q, heaviest_key], over all of C. Equal to the sink where that is
-      the heaviest key; above it where the sink has moved.
+    - `heaviest_key` = argmax over k of the mean of A[q, k] over 16 queries spread evenly over C, or key 0 if that has
+      more over all of C; `heaviest_mass_sum` = sum over q in C of A[q, heaviest_key]. Equal to the sink where the
+      first token is the heaviest key; above it where a sink has moved.
     - `blind_queries`: queries that cannot see key 0 (sliding windows); in no average.
     - `sink_alpha` = mean over q = 0..63 of A[q, 0], in the segment's first 64 tokens; NaN for
       shorter segments. `sink_rate` is the share of (segment, head) with sink_alpha > .3.
@@ -153,20 +153,24 @@ def measure_sink(
     bins = torch.bucketize(positions, edges, right=True) - 1
     in_bin = one_hot(bins, len(edges) - 1).float()  # (Q, bin)
 
+    sink_sum = sink.sum(2)
     heaviest_key = _heaviest_key(attention, counted)
     heaviest = attention.mass_on(heaviest_key[..., None])[..., 0]  # (B, H, Q)
+    heaviest_sum = heaviest.masked_fill_(~counted[:, None], 0.0).sum(2)
+    # A sample of queries may miss it, but the first token is never passed over for a lighter key.
+    heaviest_key = heaviest_key.masked_fill(sink_sum >= heaviest_sum, 0)
     none_counted = ~counted.any(1)
     measured = {
         "queries": counted.sum(1).float(),
         "blind_queries": (real & ~sees_first).sum(1).float(),
         "uniform_sum": uniform.sum(1),
-        "sink_mass_sum": sink.sum(2),
+        "sink_mass_sum": sink_sum,
         "queries_by_position": counted.float() @ in_bin,
         "uniform_by_position_sum": uniform @ in_bin,
         "sink_mass_by_position_sum": sink @ in_bin,
         # A key that a short batch does not have got no mass.
         "nearby_mass_sum": pad(mass[..., 1:].sum(2), (0, NEARBY_KEYS + 1 - keys.shape[1])),
-        "heaviest_mass_sum": heaviest.masked_fill_(~counted[:, None], 0.0).sum(2),
+        "heaviest_mass_sum": torch.maximum(heaviest_sum, sink_sum),
         "heaviest_key": heaviest_key.float().masked_fill_(none_counted[:, None], torch.nan),
         "sink_alpha": alpha,
     }
@@ -194,13 +198,13 @@ def _sink_alpha(sink: Tensor, lengths: Tensor) -> Tensor:
     return alpha.masked_fill(lengths[:, None] < SINK_RATE_TOKENS, torch.nan)
 
 
-def summarize(run: xr.DataTree, *, draws: int = 1000, seed: int = 0) -> xr.Dataset:
+def summarize(run: xr.DataTree, *, draws: int = DRAWS, seed: int = 0) -> xr.Dataset:
     """The sink of a run, with 95 % intervals from resampling its documents within each category.
 
     Each `X` comes with `X_low` and `X_high`. Over (execution, head): `sink_mass`; `change`, the sink mass minus
     that of the same layer's first visit (NaN for first visits); `nearby_mass` (keys 1 to 4 together),
     `heaviest_mass`, `heaviest_is_first` (share of segments), `sink_rate`, `learned_sink_mass`.
-    Over (execution): `sink_mass_mean` and `change_mean`, their means over heads, `uniform`, `blind_share`. Over
+    Over (execution): `queries`, how many were counted; `sink_mass_mean` and `change_mean`, their means over heads, `uniform`, `blind_share`. Over
     (execution, position): `sink_mass_by_position` (mean over heads) and `uniform_by_position`. Without
     dimensions: `change_overall`, the mean of `change` over all heads of later visits.
     """
@@ -246,12 +250,7 @@ def summarize(run: xr.DataTree, *, draws: int = 1000, seed: int = 0) -> xr.Datas
         ),
         "learned_sink_mass": (
             ("execution", "head"),
-            ratio(
-                data["learned_sink_mass_sum"].values,
-                np.where(np.isfinite(data["learned_sink_mass_sum"].values), queries[..., None], 0),
-                documents,
-                weights,
-            ),
+            average("learned_sink_mass_sum"),
         ),
         "sink_mass_mean": (("execution",), sink.mean()),
         "change_mean": (("execution",), change.mean()),
@@ -269,6 +268,7 @@ def summarize(run: xr.DataTree, *, draws: int = 1000, seed: int = 0) -> xr.Datas
         low, high = estimate.interval()
         arrays |= {name: (dims, estimate.value), f"{name}_low": (dims, low)}
         arrays[f"{name}_high"] = (dims, high)
+    arrays["queries"] = (("execution",), np.nansum(queries, axis=0))
     labels = {name: data.coords[name] for name in ("layer", "visit", "module", "position")}
     return xr.Dataset(
         arrays,
@@ -277,7 +277,6 @@ def summarize(run: xr.DataTree, *, draws: int = 1000, seed: int = 0) -> xr.Datas
             "segments": len(segments["document"]),
             "documents": len(documents),
             "tokens": int(segments["tokens"].sum()),
-            "queries": float(np.nansum(queries[:, 0])),
             "bootstrap_draws": draws,
             "bootstrap_seed": seed,
         },
@@ -299,10 +298,10 @@ def sentence(summary: xr.Dataset) -> str:
         )
     looped = np.isin(layers, layers[later])
     by_visit = [
-        f"{float(summary['sink_mass'].values[looped & (visits == v)].mean()):.4f} at visit {v}"
+        f"{float(summary['sink_mass'][looped & (visits == v)].mean()):.4f} at visit {v}"
         for v in np.unique(visits)
     ]
-    uniform = float(summary["uniform"].values[looped].mean())
+    uniform = float(summary["uniform"][looped].mean())
     change = summary["change"].values[later]
     heads = int(np.isfinite(change).sum())
     value, low, high = (float(summary[f"change_overall{end}"]) for end in ("", "_low", "_high"))

@@ -24,6 +24,7 @@ class ModelShape:
     """Sizes of a run that a probe lays its arrays out by."""
 
     executions: list[Execution]
+    modules: list[str]  # of each execution, by its name in the model
     heads: int  # the most query heads that any layer has
     max_length: int
 

@@ -104,7 +104,13 @@ def _model_shape(checkpoint: Checkpoint, max_length: int, device: torch.device) 
     ):
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         checkpoint.model.get_decoder()(input_ids=tokens, use_cache=False)
-    return ModelShape(executions=run.executions, heads=max(heads), max_length=max_length)
+    names = {module: name for name, module in checkpoint.model.named_modules()}
+    return ModelShape(
+        executions=run.executions,
+        modules=[names[run.module_of(execution)] for execution in run.executions],
+        heads=max(heads),
+        max_length=max_length,
+    )
 
 
 def _empty_arrays(probe: Probe, shape: ModelShape, rows: int) -> dict[str, np.ndarray]:
@@ -133,7 +139,6 @@ def _schema(
     for probe in probes:
         dimensions |= probe.dimensions(shape)
     infos = [heldout.documents[d] for d in heldout.document]
-    names = [f"layers[{e.index}]" for e in executions]
     parameters = next(checkpoint.model.parameters())
     probe_options = {probe.name: probe.options() for probe in probes}
     return Schema(
@@ -141,7 +146,7 @@ def _schema(
         coordinates={
             "layer": ("execution", np.array([e.layer for e in executions])),
             "visit": ("execution", np.array([e.visit for e in executions])),
-            "module": ("execution", np.array(names)),
+            "module": ("execution", np.array(shape.modules)),
         },
         segments={
             "document": np.asarray(heldout.document)[order],

@@ -83,16 +83,19 @@ class Estimate:
 def bootstrap_weights(documents: Documents, *, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
     """How often each document is drawn, (draw, document): with replacement, within each category.
 
-    The intervals made with them cover the choice of documents, not the training seed. Without
-    two documents in some category there is nothing to draw: (0, document).
+    The intervals made with them cover the choice of documents, not the training seed. Categories of
+    one document have nothing to draw within: they are drawn from together, as one. With one
+    document in all there is nothing to draw: (0, document).
     """
     rng = np.random.default_rng(seed)
-    sizes = np.bincount(documents.category)
-    if sizes.max(initial=0) < 2:
+    if len(documents) < 2:
         return np.zeros((0, len(documents)))
+    alone = np.bincount(documents.category)[documents.category] == 1  # (document,)
+    strata = np.where(alone, documents.category.max() + 1, documents.category)
     weights = np.zeros((draws, len(documents)))
-    for category, size in enumerate(sizes):
-        members = np.flatnonzero(documents.category == category)
+    for stratum in np.unique(strata):
+        members = np.flatnonzero(strata == stratum)
+        size = len(members)
         weights[:, members] = rng.multinomial(size, np.full(size, 1 / size), size=draws)
     return weights
 
@@ -102,10 +105,12 @@ def ratio(
 ) -> Estimate:
     """sum over segments of `numerator` / sum of `denominator`, and the same for every bootstrap draw.
 
-    Both are (segment, ...); the denominator broadcasts over trailing axes that it lacks. 0 / 0 is NaN.
+    Both are (segment, ...); the denominator broadcasts over trailing axes that it lacks. Where the
+    numerator is NaN (a head that a layer lacks, a segment too short) nothing is counted; 0 / 0 is NaN.
     """
-    up, down = documents.sums(numerator), documents.sums(denominator)
-    down = down.reshape(down.shape + (1,) * (up.ndim - down.ndim))
+    missing = (1,) * (numerator.ndim - denominator.ndim)
+    counted = np.where(np.isfinite(numerator), denominator.reshape(denominator.shape + missing), 0)
+    up, down = documents.sums(numerator), documents.sums(counted)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = up.sum(0) / down.sum(0)
         drawn = np.tensordot(weights, up, 1) / np.tensordot(weights, down, 1)

@@ -109,3 +109,21 @@ def test_mass_like_on_the_cpu(name):
         measured = [run[e.index, "attention"].mass_on(keys.cuda()).cpu() for e in run.executions]
     # Deep executions inherit the rounding of all earlier ones.
     assert max((a - b).abs().max() for a, b in zip(measured, expected, strict=True)) < 1e-3
+
+
+def test_flash_attn_agrees_on_the_log_sum_exp():
+    """The flash-attn package against PyTorch's kernels, on what both take: bfloat16, causal."""
+    flash_attn = pytest.importorskip(
+        "flash_attn", reason="the extra `cuda` (flash-attn) is not installed"
+    )
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 256, 64, generator=generator, device="cuda").bfloat16()
+        for heads in (8, 2, 2)
+    )
+    output, lse, _ = flash_attn.flash_attn_func(
+        *(x.transpose(1, 2) for x in (query, key, value)), causal=True, return_attn_probs=True
+    )
+    ours, attention = attend(a_module(4), query, key, value, None)
+    assert (attention.lse - lse).abs().max() < BOUND[torch.bfloat16]
+    assert (ours.float() - output.float()).abs().max() < 1e-2  # one step of bfloat16 around 1

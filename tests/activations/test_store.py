@@ -215,7 +215,10 @@ def test_resuming_goes_on_at_the_first_row_not_done(tmp_path):
         ({"checkpoint_digest": "bad"}, "checkpoint_digest: was 'c0ffee', is 'bad'"),
         ({"data_digest": "other"}, "data_digest: was 'da7a', is 'other'"),
         ({"visits": 3}, "visits: was 2, is 3"),
-        ({"probes": {"attention-sink": {"include_first": True}}}, "probes: was None, is "),
+        (
+            {"probes": {"attention-sink": {"include_first": True}}},
+            "probes.attention-sink.include_first: was None, is True",
+        ),
     ],
 )
 def test_another_run_is_refused_and_what_changed_is_named(tmp_path, changed, named):

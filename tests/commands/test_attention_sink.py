@@ -341,7 +341,7 @@ def test_a_closed_pipe_for_json(
 def test_attention_without_a_value_is_never_shown_as_zero(
     sink: Callable[..., Any], tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
-    """Finite weights whose attention scores overflow: refused, or NaN in the table; not .000."""
+    """Finite weights whose attention scores overflow are refused, not shown as .000."""
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(tiny_checkpoint, tmp_path / "ckpt")
@@ -351,10 +351,8 @@ def test_attention_without_a_value_is_never_shown_as_zero(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "x.h5"
     done = sink("--out", out, "--tokens", 300, ckpt=folder)
-    if done.code == 0:
-        assert np.isnan(summary_of(out)["sink_mass"].sel(execution=1)).all()
-    else:
-        assert done.code == 2
+    assert done.code == 2
+    assert "layer 1 at visit 1" in done.err and "scores overflow" in done.err
 
 
 def test_files_of_the_user_are_left_alone(sink: Callable[..., Any], tmp_path: Path) -> None:

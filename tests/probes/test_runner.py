@@ -15,7 +15,7 @@ from smeltscope.activations import attributes_of, capture, open_run
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes import AttentionSink, RunOptions, run_probes
 from smeltscope.probes.attention_sink import measure_sink, summarize
-from smeltscope.tasks import HeldOut
+from smeltscope.tasks import HeldOut, plan_batches
 
 LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
 OPTIONS = RunOptions(max_length=128, batch_tokens=300)
@@ -103,7 +103,7 @@ def test_what_the_file_says_about_the_run(probe, make_checkpoint, make_heldout):
     data = run["attention_sink"].dataset
     assert data["layer"].values.tolist() == [0, 1, 2, 3, 1, 2, 3, 4, 5]
     assert data["visit"].values.tolist() == [1, 1, 1, 1, 2, 2, 2, 1, 1]
-    assert data["module"].values[4] == "layers[4]"
+    assert data["module"].values[4] == "model.layers.4"
     assert data["head"].values.tolist() == [0, 1, 2, 3]
     attributes = attributes_of(run)
     assert attributes["identity"] == {
@@ -194,7 +194,7 @@ def stop_after(batches: int):
         ("visits", "visits: was 2, is 3"),
         ("dtype", "dtype: was 'float32', is 'bfloat16'"),
         ("data", "data_digest"),
-        ("probe", "probes: was .*include_first"),
+        ("probe", "probes.attention-sink.include_first: was False, is True"),
     ],
 )
 def test_resuming_another_run_is_refused(tmp_path, make_checkpoint, make_heldout, change, named):
@@ -237,6 +237,8 @@ def test_an_interrupted_run_goes_on(tmp_path, probe, make_checkpoint, make_heldo
     hook = checkpoint.model.model.register_forward_hook(lambda *_: forwards.append(1))
     cut = probe(checkpoint, heldout, name="cut.h5")
     hook.remove()
+    batches = len(plan_batches(heldout.lengths, OPTIONS.batch_tokens))
+    assert len(forwards) == 1 + batches - 2  # the first tells the shape; two batches were done
     assert_same_bits(tmp_path / "whole.h5", tmp_path / "cut.h5")
     assert cut["segments/done"].all() and whole["segments/done"].all()
 
@@ -320,3 +322,38 @@ def test_the_model_is_left_as_it_was(probe, make_checkpoint, make_heldout):
         assert torch.equal(checkpoint.model(tokens).logits, before)
     assert checkpoint.model.config._attn_implementation == "sdpa"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in checkpoint.model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gpt2", ["transformer.h.0", "transformer.h.1", "transformer.h.2"]),
+        (  # layers 2 and 3 of six run three times, as the same modules
+            "inkling2_loop",
+            [f"model.layers.{layer}" for layer in (0, 1, 2, 3, 2, 3, 2, 3, 4, 5)],
+        ),
+    ],
+)
+def test_modules_go_by_their_name_in_the_model(probe, make_checkpoint, make_heldout, name, modules):
+    run = probe(make_checkpoint(name), make_heldout([9, 5]))
+    assert run["attention_sink"]["module"].values.tolist() == modules
+
+
+def test_layers_of_different_heads_and_windows(probe, make_checkpoint, make_heldout):
+    """What a layer lacks is NaN, in no mean, and the curve over positions stays drawn."""
+    from smeltscope.dashboards import sink_by_position
+
+    checkpoint = make_checkpoint("inkling2_loop", swa_num_attention_heads=2)
+    summary = summarize(probe(checkpoint, make_heldout([100, 60, 80, 30])))
+    narrow = np.array([0, 2, 4, 6, 8])  # every other layer slides, with two heads of four
+    for name in ("sink_mass", "nearby_mass", "heaviest_mass", "learned_sink_mass"):
+        values = summary[name].values
+        assert np.isnan(values[narrow, 2:]).all(), name
+        assert np.isfinite(values[narrow, :2]).all() and np.isfinite(values[narrow + 1]).all(), name
+    np.testing.assert_allclose(
+        summary["sink_mass_mean"][narrow], summary["sink_mass"].values[narrow, :2].mean(1)
+    )
+    assert (summary["blind_share"].values[narrow] > 0).all()
+    assert (summary["queries"].values[narrow] < summary["queries"].values[1]).all()
+    for trace in sink_by_position(summary).data:
+        assert np.isfinite(np.asarray(trace.y, dtype=float)).all(), trace.name

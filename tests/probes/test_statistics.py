@@ -63,13 +63,13 @@ def test_draws_keep_the_size_of_every_category(category, seed):
     documents = some_documents([1] * len(category), category)
     weights = bootstrap_weights(documents, draws=30, seed=seed)
     sizes = np.bincount(documents.category)
-    if sizes.max() < 2:
-        assert weights.shape == (0, len(category))
-        return
     assert weights.shape == (30, len(category))
     assert (weights == weights.round()).all() and (weights >= 0).all()
     for code, size in enumerate(sizes):
-        assert (weights[:, documents.category == code].sum(1) == size).all()
+        if size > 1:
+            assert (weights[:, documents.category == code].sum(1) == size).all()
+    alone = sizes[documents.category] == 1  # drawn from together
+    assert (weights[:, alone].sum(1) == alone.sum()).all()
 
 
 def test_every_document_is_drawn_alike():
@@ -149,12 +149,23 @@ def test_one_document_has_no_interval():
     assert np.isnan(estimate.interval()).all()
 
 
-def test_one_document_in_each_category_has_no_interval():
-    documents = some_documents([2, 3], ["a", "b"])
-    estimate = ratio(np.ones((5, 4)), np.full(5, 2.0), documents, bootstrap_weights(documents))
-    low, high = estimate.interval()
-    assert low.shape == high.shape == (4,)
-    assert np.isnan(low).all() and np.isnan(high).all()
+def test_categories_of_one_document_are_drawn_from_together():
+    """A folder of text files, each its own category, is still evidence."""
+    documents = some_documents([1] * 50, [f"file {i}" for i in range(50)])
+    values = np.arange(50.0)
+    low, high = ratio(values, np.ones(50), documents, bootstrap_weights(documents)).interval()
+    spread = 1.96 * values.std() / np.sqrt(50)  # of a mean of 50
+    assert low == pytest.approx(values.mean() - spread, abs=1)
+    assert high == pytest.approx(values.mean() + spread, abs=1)
+
+
+def test_what_has_no_value_is_not_counted():
+    """A head that a layer lacks is NaN, and a segment without a value doesn't dilute the others."""
+    documents = some_documents([2, 2], ["a", "a"])
+    up = np.array([[1.0, np.nan], [2.0, np.nan], [np.nan, np.nan], [3.0, np.nan]])
+    estimate = ratio(up, np.full(4, 4.0), documents, bootstrap_weights(documents))
+    assert estimate.value[0] == 6 / 12
+    assert np.isnan(estimate.value[1])
 
 
 def test_the_same_seed_gives_the_same_interval():

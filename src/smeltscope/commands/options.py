@@ -41,7 +41,7 @@ def model_options(command: Command) -> Command:
         [
             click.option(
                 "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
-                help="A checkpoint folder, a name on the Hugging Face hub, or a shipped checkpoint.",
+                help="A checkpoint folder, a hub name (OWNER/NAME), or a shipped checkpoint.",
             ),
             click.option(
                 "--visits", type=click.IntRange(1), metavar="N",
@@ -75,7 +75,7 @@ def data_options(command: Command) -> Command:
         [
             click.option(
                 "--data", multiple=True, metavar="PATH",
-                help="Text to run on: .txt, .jsonl, .parquet (also .gz, .xz, .zst, .bz2), a datasets folder, token arrays "
+                help="Text to run on: .txt and .jsonl (also .gz, .xz, .zst, .bz2), .parquet, a datasets folder, token arrays "
                 ".npy or .bin, or a folder of these; repeatable. [default: the shipped held-out text]",
             ),
             click.option(

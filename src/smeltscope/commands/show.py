@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,8 +97,8 @@ def number(value: Any, *, signed: bool = False) -> str:
     value = float(value)
     if math.isnan(value):
         return "-"
-    text = f"{value:+.3f}" if signed else f"{value:.3f}"
-    return text.replace("-0.000", "+0.000").replace("0.", ".", 1)
+    value = round(value, 3) + 0.0  # no minus before a zero
+    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:+.3f}" if signed else f"{value:.3f}")
 
 
 def with_interval(row: "xr.Dataset", name: str, *, signed: bool = False) -> str:

@@ -1,8 +1,9 @@
 """`smelt train`: make a checkpoint from a recipe.
 
-smelt train recipes/smelt-tiny.toml --data FOLDER
+smelt train model/checkpoints/smelt-tiny/recipe.toml --data FOLDER
 """
 
+import errno
 import random
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ SAMPLE_PROMPT = "The"
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("recipe_file", metavar="RECIPE", type=click.Path(path_type=Path))
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the recipe's text files.")
 @click.option("--out", type=click.Path(path_type=Path), help="Output folder, not the recipe's.")
 @click.option(
@@ -33,30 +34,41 @@ SAMPLE_PROMPT = "The"
     help="Where the model is trained; auto takes a GPU if there is one.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
-def train(config: Path, data: Path | None, out: Path | None, device: str, quiet: bool) -> None:
-    """Train a model by the recipe CONFIG, a TOML file; the same command resumes a stopped run."""
+def train(recipe_file: Path, data: Path | None, out: Path | None, device: str, quiet: bool) -> None:
+    """Train a model by RECIPE, a TOML file; the same command resumes a stopped run."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from smeltscope.errors import SmeltscopeError
+    from smeltscope.model.loading import choose_device
     from smeltscope.model.recipe import load_recipe
     from smeltscope.model.rows import load_rows
     from smeltscope.model.smelt import SmeltForCausalLM
     from smeltscope.model.training import open_run, sample_text, train_model
 
     logging.disable_progress_bar()
-    recipe = load_recipe(config, data=data, output=out)
+    choose_device(device)
+    recipe = load_recipe(recipe_file, data=data, output=out)
     output = open_run(recipe)
-    if not (output / "rows.npz").exists():
-        _prepare(recipe, output, quiet=quiet)
-    tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
-    final = train_model(
-        recipe,
-        tokenizer=tokenizer,
-        rows=load_rows(output / "rows.npz", "train"),
-        heldout=load_rows(output / "rows.npz", "heldout"),
-        device=device,
-        callbacks=() if quiet else (_progress(),),
-    )
+    try:
+        if not (output / "rows.npz").exists():
+            _prepare(recipe, output, quiet=quiet)
+        tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
+        final = train_model(
+            recipe,
+            tokenizer=tokenizer,
+            rows=load_rows(output / "rows.npz", "train"),
+            heldout=load_rows(output / "rows.npz", "heldout"),
+            device=device,
+            callbacks=() if quiet else (_progress(),),
+        )
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SmeltscopeError(
+            f"The disk is full: {output} could not be written; free some space and run the command again, "
+            "it goes on from the last whole checkpoint."
+        ) from error
     model = SmeltForCausalLM.from_pretrained(final, dtype="float32").eval()
     click.echo(f"model: {final}")
     click.echo(
@@ -66,9 +78,8 @@ def train(config: Path, data: Path | None, out: Path | None, device: str, quiet:
 
 def _prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
     """Make the tokenizer and the rows of a run, and keep them in its folder."""
-    from transformers import AutoTokenizer
-
     from smeltscope.errors import SmeltscopeError
+    from smeltscope.model.loading import load_tokenizer
     from smeltscope.model.rows import cut_rows, save_rows, training_order
     from smeltscope.model.tokenizer import train_tokenizer
     from smeltscope.model.training import build_config
@@ -82,7 +93,9 @@ def _prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
     if recipe.tokenizer.path is not None:
         if not recipe.tokenizer.path.is_dir():
             raise SmeltscopeError(f"[tokenizer] path {recipe.tokenizer.path} is no folder.")
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(recipe.tokenizer.path)
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(recipe.tokenizer.path)
+        if tokenizer is None:
+            raise SmeltscopeError(f"[tokenizer] path {recipe.tokenizer.path} holds no tokenizer.")
     else:
         assert recipe.tokenizer.vocab_size is not None
         say("learning the tokenizer")
