@@ -142,8 +142,10 @@ def measure_sink(
         real = real & (positions > 0)
     counted = real & sees_first
 
-    keys = torch.arange(min(NEARBY_KEYS + 1, queries), device=lengths.device).expand(rows, -1)
-    mass = attention.mass_on(keys)  # (B, H, Q, 5)
+    near = torch.arange(min(NEARBY_KEYS + 1, queries), device=lengths.device)
+    heaviest_key = _heaviest_key(attention, counted)  # (B, H)
+    keys = torch.cat([near.expand(*heaviest_key.shape, -1), heaviest_key[..., None]], dim=2)
+    mass = attention.mass_on(keys)  # (B, H, Q, 6): keys 0 to 4, and the heaviest
     alpha = _sink_alpha(mass[..., 0], lengths)
     mass = mass.masked_fill_(~counted[:, None, :, None], 0.0)
     sink = mass[..., 0]  # (B, H, Q)
@@ -153,10 +155,7 @@ def measure_sink(
     bins = torch.bucketize(positions, edges, right=True) - 1
     in_bin = one_hot(bins, len(edges) - 1).float()  # (Q, bin)
 
-    sink_sum = sink.sum(2)
-    heaviest_key = _heaviest_key(attention, counted)
-    heaviest = attention.mass_on(heaviest_key[..., None])[..., 0]  # (B, H, Q)
-    heaviest_sum = heaviest.masked_fill_(~counted[:, None], 0.0).sum(2)
+    sink_sum, heaviest_sum = sink.sum(2), mass[..., -1].sum(2)
     # A sample of queries may miss it, but the first token is never passed over for a lighter key.
     heaviest_key = heaviest_key.masked_fill(sink_sum >= heaviest_sum, 0)
     none_counted = ~counted.any(1)
@@ -169,7 +168,7 @@ def measure_sink(
         "uniform_by_position_sum": uniform @ in_bin,
         "sink_mass_by_position_sum": sink @ in_bin,
         # A key that a short batch does not have got no mass.
-        "nearby_mass_sum": pad(mass[..., 1:].sum(2), (0, NEARBY_KEYS + 1 - keys.shape[1])),
+        "nearby_mass_sum": pad(mass[..., 1:-1].sum(2), (0, NEARBY_KEYS + 1 - len(near))),
         "heaviest_mass_sum": torch.maximum(heaviest_sum, sink_sum),
         "heaviest_key": heaviest_key.float().masked_fill_(none_counted[:, None], torch.nan),
         "sink_alpha": alpha,

@@ -228,3 +228,20 @@ def test_an_installed_wheel_works_anywhere(
     code = "import smeltscope.model as m; print(m.__file__, m.shipped_checkpoints())"
     where = run(venv / "bin" / "python", "-c", code).stdout
     assert where.startswith(str(site)) and "smelt-tiny" in where
+
+
+def test_folders_import_only_what_they_may() -> None:
+    """The table of CONTRIBUTING.md: who knows of whom."""
+    allowed = {
+        "model": set(),
+        "tasks": set(),
+        "activations": {"model"},
+        "probes": {"activations", "tasks", "model"},
+        "dashboards": {"probes", "activations", "tasks", "model"},
+    }
+    for folder, known in allowed.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            imported = re.findall(
+                r"^\s*(?:from|import) smeltscope\.(\w+)", file.read_text(), re.MULTILINE
+            )
+            assert set(imported) <= known | {folder, "errors"}, file
