@@ -6,7 +6,7 @@ from typing import Any
 from smeltscope.errors import SmeltscopeError
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, kw_only=True)
 class Execution:
     """One run of one layer in a forward.
 
