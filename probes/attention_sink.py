@@ -26,25 +26,32 @@ SAMPLED_QUERIES = 16  # of a segment, to find its heaviest key
 class AttentionSink:
     """Attention mass on the first token of the segment.
 
-    With A[q, k] the attention of query q on key k (softmax over keys; mass of learned sinks stays apart), both counted
-    from 0, for each segment, execution and head over the counted queries C:
+    With A[q, k] the attention of query q on key k (softmax over keys; mass of learned
+    sinks stays apart), both counted from 0, for each segment, execution and head over the
+    counted queries C:
 
-    - `sink_mass_sum` = sum over q in C of A[q, 0]. C holds the segment's queries that can see key 0, without query 0
-      itself, whose mass is 1 by construction (`include_first` counts it). Divided by `queries` = |C| it is the
-      sink mass.
-    - `sink_mass_by_position_sum`, `queries_by_position`: the same for queries in [1, 2), [2, 4), [4, 8), ...
-    - `uniform_sum` = sum over q in C of 1 / (number of keys that q can see): the mass under uniform attention.
+    - `sink_mass_sum` = sum over q in C of A[q, 0]. C holds the segment's queries that can
+      see key 0, without query 0 itself, whose mass is 1 by construction (`include_first`
+      counts it). Divided by `queries` = |C| it is the sink mass.
+    - `sink_mass_by_position_sum`, `queries_by_position`: the same for queries in [1, 2),
+      [2, 4), [4, 8), ...
+    - `uniform_sum` = sum over q in C of 1 / (number of keys that q can see): the mass under
+      uniform attention.
     - `nearby_mass_sum`: sum of A[q, k] for k = 1..4. A lower sink may have moved there.
-    - `heaviest_key` = argmax over k of the mean of A[q, k] over 16 queries spread evenly over C, or key 0 if that has
-      more over all of C; `heaviest_mass_sum` = sum over q in C of A[q, heaviest_key]. Equal to the sink where the
-      first token is the heaviest key; above it where a sink has moved.
+    - `heaviest_key` = argmax over k of the mean of A[q, k] over 16 queries spread evenly
+      over C, or key 0 if that has more over all of C; `heaviest_mass_sum` = sum over q in C
+      of A[q, heaviest_key]. Equal to the sink where the first token is the heaviest key;
+      above it where a sink has moved.
     - `blind_queries`: queries that cannot see key 0 (sliding windows); in no average.
-    - `sink_alpha` = mean over q = 0..63 of A[q, 0], in the segment's first 64 tokens; NaN for
-      shorter segments. `sink_rate` is the share of (segment, head) with sink_alpha > .3.
-    - `learned_sink_mass_sum`: mass that goes to no token; NaN where the model has no learned sinks.
+    - `sink_alpha` = mean over q = 0..63 of A[q, 0], in the segment's first 64 tokens; NaN
+      for shorter segments. `sink_rate` is the share of (segment, head) with
+      sink_alpha > .3.
+    - `learned_sink_mass_sum`: mass that goes to no token; NaN where the model has no
+      learned sinks.
 
-    Averages weight every query alike: sums over segments, divided by counts. Units: probability.
-    Sources: arXiv 2609.01343 (sink by visit); Gu et al., arXiv 2410.10781 (sink rate).
+    Averages weight every query alike: sums over segments, divided by counts. Units:
+    probability. Sources: arXiv 2609.01343 (sink by visit); Gu et al., arXiv 2410.10781
+    (sink rate).
     """
 
     include_first: bool = False
