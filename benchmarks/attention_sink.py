@@ -22,7 +22,7 @@ import torch
 
 from smeltscope.activations import capture
 from smeltscope.model import Checkpoint, load_checkpoint
-from smeltscope.probes import AttentionSink, Batch, ModelShape
+from smeltscope.probes import AttentionSink, Batch, ModelShape, empty_arrays
 
 CASES = ("bare", "attention-sink", "output_attentions")
 
@@ -91,10 +91,7 @@ def forwards(
             shape = ModelShape(
                 executions=run.executions, modules=[], heads=heads, max_length=length
             )
-            sizes = {"execution": len(run.executions), "head": heads}
-            sizes |= {name: len(values) for name, values in probe.dimensions(shape).items()}
-            for name, variable in probe.variables(shape).items():
-                arrays[name] = np.full((rows, *(sizes[d] for d in variable.dims[1:])), np.nan)
+            arrays.update(empty_arrays(probe, shape, rows))
             decoder(input_ids=input_ids, use_cache=False)
 
     arrays: dict[str, np.ndarray] = {}

@@ -69,3 +69,13 @@ class Probe(Protocol):
 def group_name(probe_name: str) -> str:
     """The probe's group in the run file: `attention-sink` -> `attention_sink`."""
     return probe_name.replace("-", "_")
+
+
+def empty_arrays(probe: Probe, shape: ModelShape, rows: int) -> dict[str, np.ndarray]:
+    """NaN for everything that a probe measures of `rows` segments: what its `observe` fills."""
+    sizes = {"execution": len(shape.executions), "head": shape.heads}
+    sizes |= {name: len(values) for name, values in probe.dimensions(shape).items()}
+    return {
+        name: np.full((rows, *(sizes[d] for d in variable.dims[1:])), np.nan, variable.dtype)
+        for name, variable in probe.variables(shape).items()
+    }

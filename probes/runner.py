@@ -14,7 +14,7 @@ from smeltscope import __version__
 from smeltscope.activations import RunWriter, Schema, capture
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution
-from smeltscope.probes.probe import Batch, ModelShape, Probe, group_name
+from smeltscope.probes.probe import Batch, ModelShape, Probe, empty_arrays, group_name
 from smeltscope.tasks import HeldOut, pad_batch, plan_batches
 
 _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "h5py")
@@ -83,9 +83,9 @@ def run_probes(
                 input_ids=torch.from_numpy(input_ids).to(device),
                 lengths=torch.from_numpy(np.asarray(lengths)).to(device),
             )
-            arrays = {group_name(p.name): _empty_arrays(p, shape, len(rows)) for p in probes}
-            # Padding on the right is invisible under a causal mask, so no mask is needed; the head of the model is
-            # not either: no logits are made.
+            arrays = {group_name(p.name): empty_arrays(p, shape, len(rows)) for p in probes}
+            # Padding on the right is invisible under a causal mask, so no mask is needed. Only the decoder
+            # runs: no probe needs logits.
             model.get_decoder()(input_ids=batch.input_ids, use_cache=False)
             writer.write(start, stop, arrays)
             if on_progress is not None:
@@ -111,15 +111,6 @@ def _model_shape(checkpoint: Checkpoint, max_length: int, device: torch.device) 
         heads=max(heads),
         max_length=max_length,
     )
-
-
-def _empty_arrays(probe: Probe, shape: ModelShape, rows: int) -> dict[str, np.ndarray]:
-    sizes = {"execution": len(shape.executions), "head": shape.heads}
-    sizes |= {name: len(values) for name, values in probe.dimensions(shape).items()}
-    return {
-        name: np.full((rows, *(sizes[d] for d in variable.dims[1:])), np.nan, variable.dtype)
-        for name, variable in probe.variables(shape).items()
-    }
 
 
 def _schema(

@@ -31,9 +31,11 @@ class Result:
     err: str
 
 
-def make_byte_tokenizer() -> Any:
-    """A tokenizer whose tokens are bytes: no training, no download."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def make_byte_tokenizer(
+    *, adds_start: bool = False, model_max_length: int = 512, **special: str
+) -> Any:
+    """A tokenizer whose tokens are bytes, <s> 256 and </s> 257: no training, no download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -42,9 +44,19 @@ def make_byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    if adds_start:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 256)]
+        )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=512
+        tokenizer_object=tokenizer, model_max_length=model_max_length, **special
     )
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., Any]:
+    """`make_byte_tokenizer`, for tests."""
+    return make_byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +70,7 @@ def save_checkpoint() -> Callable[..., Path]:
         size = {} if kind == "inkling2_loop" else {"vocab_size": VOCABULARY}
         tiny(kind, **{**size, **overrides}).save_pretrained(folder)
         if with_tokenizer:
-            make_byte_tokenizer().save_pretrained(folder)
+            make_byte_tokenizer(bos_token="<s>", eos_token="</s>").save_pretrained(folder)
         return folder
 
     return save

@@ -35,96 +35,92 @@ class TokenCount(click.ParamType):
         return count
 
 
-def model_options(command: Command) -> Command:
-    """Which model, and how it runs."""
-    for option in reversed(
-        [
-            click.option(
-                "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
-                help="A checkpoint folder, a hub name (OWNER/NAME), or a shipped checkpoint.",
-            ),
-            click.option(
-                "--visits", type=click.IntRange(1), metavar="N",
-                help="Run a SMELT checkpoint or its Baseline with this many visits.",
-            ),
-            click.option(
-                "--device", default="auto", show_default=True, metavar="auto|cpu|cuda",
-                help="Where the model runs; auto takes a GPU if there is one.",
-            ),
-            click.option(
-                "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
-                show_default=True,
-                help="Number type of the model; auto is float32 on the CPU, else the checkpoint's.",
-            ),
-            click.option(
-                "--allow-pickle", is_flag=True,
-                help="Load pickled weights, which can run code; safetensors only by default.",
-            ),
-            click.option(
-                "--trust-remote-code", is_flag=True, help="Run code that comes with the checkpoint."
-            ),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
+def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator, in the order of --help."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
-def data_options(command: Command) -> Command:
-    """Which text, and how it is cut."""
-    for option in reversed(
-        [
-            click.option(
-                "--data", multiple=True, metavar="PATH",
-                help="Text to run on: .txt and .jsonl (also .gz, .xz, .zst, .bz2), .parquet, a datasets folder, token arrays "
-                ".npy or .bin, or a folder of these; repeatable. [default: the shipped held-out text]",
-            ),
-            click.option(
-                "--tokens", type=TokenCount(), metavar="N",
-                help="How many tokens to run on, start tokens included: 200k, 1M. [default: all]",
-            ),
-            click.option(
-                "--max-length", type=TokenCount(), metavar="N",
-                help=f"The longest segment. [default: the model's context, at most {DEFAULT_MAX_LENGTH}]",
-            ),
-            click.option(
-                "--no-bos", is_flag=True, help="Don't begin each segment with the start token."
-            ),
-            click.option(
-                "--token-dtype", metavar="DTYPE", help="Number type of .bin token files: uint16, uint32."
-            ),
-            click.option(
-                "--split-token", type=click.IntRange(0), metavar="ID",
-                help="Token that parts the documents of token arrays. [default: start and end token]",
-            ),
-            click.option(
-                "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
-                help="Tokens of one forward, padding included; bounds the memory.",
-            ),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
+# Which model, and how it runs.
+model_options = _together(
+    click.option(
+        "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
+        help="A checkpoint folder, a hub name (OWNER/NAME), or a shipped checkpoint.",
+    ),
+    click.option(
+        "--visits", type=click.IntRange(1), metavar="N",
+        help="Run a SMELT checkpoint or its Baseline with this many visits.",
+    ),
+    click.option(
+        "--device", default="auto", show_default=True, metavar="auto|cpu|cuda",
+        help="Where the model runs; auto takes a GPU if there is one.",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+        show_default=True,
+        help="Number type of the model; auto is float32 on the CPU, else the checkpoint's.",
+    ),
+    click.option(
+        "--allow-pickle", is_flag=True,
+        help="Load pickled weights, which can run code; safetensors only by default.",
+    ),
+    click.option(
+        "--trust-remote-code", is_flag=True, help="Run code that comes with the checkpoint."
+    ),
+)  # fmt: skip
 
 
-def output_options(command: Command) -> Command:
-    """Where results go."""
-    for option in reversed(
-        [
-            click.option(
-                "--seed", type=click.IntRange(0), default=0, show_default=True,
-                help="Seed of the bootstrap.",
-            ),
-            click.option(
-                "--out", type=click.Path(path_type=Path), metavar="FILE",
-                help="The run file. [default: named after the probe and the checkpoint]",
-            ),
-            click.option("--force", is_flag=True, help="Replace files that exist."),
-            click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
+# Which text, and how it is cut.
+data_options = _together(
+    click.option(
+        "--data", multiple=True, metavar="PATH",
+        help="Text to run on: .txt and .jsonl (also .gz, .xz, .zst, .bz2), .parquet, a datasets folder, token arrays "
+        ".npy or .bin, or a folder of these; repeatable. [default: the shipped held-out text]",
+    ),
+    click.option(
+        "--tokens", type=TokenCount(), metavar="N",
+        help="How many tokens to run on, start tokens included: 200k, 1M. [default: all]",
+    ),
+    click.option(
+        "--max-length", type=TokenCount(), metavar="N",
+        help=f"The longest segment. [default: the model's context, at most {DEFAULT_MAX_LENGTH}]",
+    ),
+    click.option(
+        "--no-bos", is_flag=True, help="Don't begin each segment with the start token."
+    ),
+    click.option(
+        "--token-dtype", metavar="DTYPE", help="Number type of .bin token files: uint16, uint32."
+    ),
+    click.option(
+        "--split-token", type=click.IntRange(0), metavar="ID",
+        help="Token that parts the documents of token arrays. [default: start and end token]",
+    ),
+    click.option(
+        "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
+        help="Tokens of one forward, padding included; bounds the memory.",
+    ),
+)  # fmt: skip
+
+
+# Where results go.
+output_options = _together(
+    click.option(
+        "--seed", type=click.IntRange(0), default=0, show_default=True,
+        help="Seed of the bootstrap.",
+    ),
+    click.option(
+        "--out", type=click.Path(path_type=Path), metavar="FILE",
+        help="The run file. [default: named after the probe and the checkpoint]",
+    ),
+    click.option("--force", is_flag=True, help="Replace files that exist."),
+    click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no notes."),
+)  # fmt: skip
 
 
 def load_data(
