@@ -28,7 +28,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/attention_sink.py
+	$(BIN)/python benchmarks/probes.py
+	$(BIN)/python benchmarks/scaling.py
 
 # Page tests drive a real Chromium: Debian's where apt can install it, else one that is there.
 browser:

@@ -1,13 +1,18 @@
 """Activations: capturing them from one forward, and the run file they are reduced into."""
 
-from smeltscope.activations.attention import Attention
-from smeltscope.activations.capture import SITES, Capture, capture
+from smeltscope.activations.attention import Attention, values_of
+from smeltscope.activations.capture import Capture, capture, sites_of
+from smeltscope.activations.dump import Dump, dump_sites, open_dump
+from smeltscope.activations.head import decode, head_of
+from smeltscope.activations.sites import SITES, Routing
 from smeltscope.activations.store import (
     RunWriter,
     Schema,
     Variable,
     attributes_of,
     check_out,
+    is_finished,
+    join_ranks,
     open_run,
 )
 
@@ -15,11 +20,21 @@ __all__ = [
     "SITES",
     "Attention",
     "Capture",
+    "Dump",
+    "Routing",
     "RunWriter",
     "Schema",
     "Variable",
     "attributes_of",
     "capture",
     "check_out",
+    "decode",
+    "dump_sites",
+    "head_of",
+    "is_finished",
+    "join_ranks",
+    "open_dump",
     "open_run",
+    "sites_of",
+    "values_of",
 ]

@@ -105,6 +105,13 @@ class Attention:
         return (counts if self.causal else torch.full_like(counts, keys)).expand(rows, -1)
 
 
+def values_of(mass: Tensor, value: Tensor) -> Tensor:
+    """What attention rows (B, H, N, K) read from values (B, G, >= K, D): (B, H, N, D), float32."""
+    grouped = rearrange(mass, "b (g r) n k -> b g (r n) k", g=value.shape[1])
+    read = grouped @ value[:, :, : mass.shape[3]].float()
+    return rearrange(read, "b g (r n) d -> b (g r) n d", n=mass.shape[2])
+
+
 def _grouped_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """scale * query . key in float32, without repeating the key heads: (B, H, Q, D), (B, G, K, D) -> (B, H, Q, K)."""
     grouped = rearrange(query.float(), "b (g r) q d -> b g (r q) d", g=key.shape[1])

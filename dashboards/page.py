@@ -14,7 +14,7 @@ import xarray as xr
 from smeltscope.activations import attributes_of
 from smeltscope.dashboards.figures import sink_by_position, sink_depth_profile, sink_heatmaps
 from smeltscope.errors import SmeltscopeError
-from smeltscope.probes.attention_sink import sentence
+from smeltscope.probes import AttentionSink
 
 # plotly.js shows a button that sends figures to its makers' server unless told otherwise.
 PLOTLY_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
@@ -41,7 +41,7 @@ def write_sink_page(run: xr.DataTree, summary: xr.Dataset, path: str | Path) -> 
     figures = [sink_heatmaps(summary), sink_depth_profile(summary), sink_by_position(summary)]
     page = render_page(
         title=f"Attention on the first token: {attributes['checkpoint']}",
-        lead=sentence(summary),
+        lead=AttentionSink().sentence(summary),
         figures=figures,
         definition=inspect.cleandoc(str(group.attrs["definition"])),
         facts=_facts(attributes, summary, str(group.attrs["options"])),

@@ -3,19 +3,26 @@
 Importing this package registers SMELT with transformers' Auto classes.
 """
 
+from smeltscope.model.checkpoint import Checkpoint, checkpoint_of
 from smeltscope.model.configuration import SmeltConfig, default_span
+from smeltscope.model.controls import CONTROLS, build_control
 from smeltscope.model.executions import Execution, executions_of
-from smeltscope.model.loading import Checkpoint, load_checkpoint, shipped_checkpoints
+from smeltscope.model.loading import load_checkpoint, shipped_checkpoints
 from smeltscope.model.smelt import SmeltForCausalLM, SmeltModel, with_visits
+from smeltscope.model.stack import decoder_stack
 from smeltscope.model.tiny import TINY_MODELS, tiny
 
 __all__ = [
+    "CONTROLS",
     "TINY_MODELS",
     "Checkpoint",
     "Execution",
     "SmeltConfig",
     "SmeltForCausalLM",
     "SmeltModel",
+    "build_control",
+    "checkpoint_of",
+    "decoder_stack",
     "default_span",
     "executions_of",
     "load_checkpoint",

@@ -1,6 +1,7 @@
 """SmeltConfig: what a SMELT model, or its unlooped Baseline, is made of."""
 
 import copy
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -49,6 +50,11 @@ class SmeltConfig(Qwen3MoeConfig):
         self.loop_start = default_start if self.loop_start is None else self.loop_start
         self.loop_stop = default_stop if self.loop_stop is None else self.loop_stop
         self._check_loop()
+        if self.num_visits == 0:
+            raise SmeltscopeError(
+                "num_visits is 0: a model that is made or stored has its span visited at least once; "
+                "with_visits(0) runs one without its span."
+            )
         if self.residual_scale is None:
             self.residual_scale = 1.0 / self.num_visits
         if self.head_dim is None:
@@ -81,10 +87,15 @@ class SmeltConfig(Qwen3MoeConfig):
         assert self.residual_scale is not None
         return self.residual_scale if layer in self.span else 1.0
 
-    def with_visits(self, num_visits: int) -> "SmeltConfig":
-        """The same model run with another number of visits, at the residual scale it was trained with."""
+    def with_visits(self, num_visits: int, residual_scale: float | None = None) -> "SmeltConfig":
+        """The same model run with another number of visits; 0 leaves the span out.
+
+        The residual scale stays what the model was trained with unless another is given.
+        """
         config = copy.deepcopy(self)
         config.num_visits = num_visits
+        if residual_scale is not None:
+            config.residual_scale = float(residual_scale)
         config._check_loop()
         config.num_hidden_layers = len(config.executions)
         return config
@@ -120,9 +131,17 @@ class SmeltConfig(Qwen3MoeConfig):
                 f"{self.num_physical_layers} layers; need 0 <= loop_start <= loop_stop <= "
                 f"{self.num_physical_layers}."
             )
-        if self.num_visits < 1:
+        if self.num_visits < 0:
             raise SmeltscopeError(
-                f"num_visits is {self.num_visits}; a layer is visited at least once."
+                f"num_visits is {self.num_visits}; give 1 or more, or 0 to leave the span out."
+            )
+        if not self.executions:
+            raise SmeltscopeError(
+                "num_visits is 0 and the span is the whole stack: no layer would run; give 1 or more."
+            )
+        if self.residual_scale is not None and not math.isfinite(self.residual_scale):
+            raise SmeltscopeError(
+                f"residual_scale is {self.residual_scale}; it must be a finite number."
             )
 
     def _check_sizes(self) -> None:

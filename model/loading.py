@@ -1,12 +1,11 @@
 """Loading any causal language model and its tokenizer, from a folder, a hub name or a shipped name."""
 
 import difflib
-import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -24,28 +23,24 @@ from transformers import (
 )
 
 from smeltscope.errors import SmeltscopeError
+from smeltscope.model.checkpoint import (
+    PICKLES,
+    Checkpoint,
+    check_model,
+    context_of,
+    digest_of,
+    digest_of_model,
+)
+from smeltscope.model.controls import CONTROL_TOKENIZER, CONTROLS, build_control
 from smeltscope.model.smelt import SmeltForCausalLM, with_visits
+from smeltscope.model.spread import check_after_spread, check_before_spread, spread_arguments
 
 SHIPPED_FOLDER = Path(__file__).parent / "checkpoints"
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
-_CHECKED = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")  # model.layers, 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A model ready to be probed, and what a result has to say about where it came from."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    name: str  # as the user gave it
-    folder: Path
-    digest: str  # sha256 of configuration and weights
-    context: int  # the longest segment that the model takes
-
-
 def shipped_checkpoints() -> list[str]:
-    """Names of the checkpoints that come with the package."""
+    """Names of the trained checkpoints that come with the package; `CONTROLS` names those built by hand."""
     if not SHIPPED_FOLDER.is_dir():
         return []
     return sorted(p.parent.name for p in SHIPPED_FOLDER.glob("*/config.json"))
@@ -55,43 +50,90 @@ def load_checkpoint(
     name: str | Path,
     *,
     visits: int | None = None,
+    residual_scale: float | None = None,
+    untrained: bool = False,
     device: str = "auto",
+    device_map: str | None = None,
+    tensor_parallel: bool = False,
     dtype: str = "auto",
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> Checkpoint:
     """Load a checkpoint and its tokenizer.
 
-    `name` is a folder, the name of a shipped checkpoint, or a name on the Hugging Face hub. `visits` runs a SMELT
-    checkpoint, or its Baseline, with another number of visits. `device` auto takes CUDA where there is a GPU;
-    `dtype` auto is float32 on the CPU and the checkpoint's own type elsewhere.
+    `name` is a folder, the name of a shipped checkpoint or a control, or a name on the Hugging Face hub. `visits` runs
+    a SMELT checkpoint, or its Baseline, with another number of visits (0 leaves the span out),
+    `residual_scale` with another factor on what the span writes. `untrained` keeps the configuration and
+    draws the weights anew, by the model's own initialisation with seed 0.
+
+    `device` auto takes CUDA where there is a GPU; `dtype` auto is float32 on the CPU and the checkpoint's own type
+    elsewhere. For a model that is too big for one device, `device_map` (auto, or another of
+    accelerate's) spreads its layers over the devices, `tensor_parallel` every layer over the processes
+    that torchrun started.
 
     Weights are read from safetensors only, unless `allow_pickle`; code from a checkpoint runs only with
     `trust_remote_code`. Raises `SmeltscopeError` for a checkpoint that is missing, empty,
     truncated, incomplete or contradicts itself, and for a device that is not there.
     """
-    folder = find_checkpoint(name, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    spread = spread_arguments(device, device_map, tensor_parallel)
+    control = str(name) in CONTROLS and not Path(name).is_dir()
+    if control and (spread or untrained):
+        raise SmeltscopeError(
+            f"{name} is a small model built by hand: it runs on one device, and there is no untrained one of it."
+        )
+    if spread and (untrained or visits is not None or residual_scale is not None):
+        raise SmeltscopeError(
+            "--visits, --residual-scale and --untrained need the whole model on one device; leave --device-map "
+            "and --tensor-parallel out."
+        )
     device = choose_device(device)
-    model = load_model(
-        folder,
-        visits=visits,
-        device=device,
-        dtype=dtype,
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )
+    if control:
+        folder, tokenizer_folder = None, SHIPPED_FOLDER / CONTROL_TOKENIZER
+        model: Any = build_control(str(name))
+        digest = digest_of_model(model)
+        model.to(device=device, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    else:
+        folder = tokenizer_folder = find_checkpoint(
+            name,
+            weights=not untrained,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        model = load_model(
+            folder,
+            untrained=untrained,
+            device=device,
+            dtype=dtype,
+            spread=spread,
+            allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )
+        digest = digest_of(folder, weights=not untrained)
+    if visits is not None or residual_scale is not None:
+        if not isinstance(model, SmeltForCausalLM):
+            raise SmeltscopeError(
+                "--visits and --residual-scale change the loop of a SMELT checkpoint or its Baseline; "
+                f"{name} is a {type(model).__name__}."
+            )
+        model = with_visits(
+            model, model.config.num_visits if visits is None else visits, residual_scale
+        )
     return Checkpoint(
         model=model,
-        tokenizer=load_tokenizer(folder, trust_remote_code=trust_remote_code),
-        name=str(name),
+        tokenizer=load_tokenizer(tokenizer_folder, trust_remote_code=trust_remote_code),
+        name=f"{name} (untrained)" if untrained else str(name),
         folder=folder,
-        digest=digest_of(folder),
-        context=_context_of(model.config),
+        digest=digest,
+        context=context_of(model.config),
     )
 
 
 def find_checkpoint(
-    name: str | Path, *, allow_pickle: bool = False, trust_remote_code: bool = False
+    name: str | Path,
+    *,
+    weights: bool = True,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """The folder behind a path, a shipped name or a hub name (downloaded or from the local cache)."""
     path = Path(name)
@@ -105,7 +147,7 @@ def find_checkpoint(
         return SHIPPED_FOLDER / str(name)
     looks_like_a_path = path.is_absolute() or str(name).startswith(".") or len(path.parts) != 2
     if looks_like_a_path:
-        shipped = shipped_checkpoints()
+        shipped = [*shipped_checkpoints(), *CONTROLS]
         close = difflib.get_close_matches(str(name), shipped, n=1)
         hint = f"did you mean {close[0]}?" if close else f"shipped are: {', '.join(shipped)}."
         raise SmeltscopeError(
@@ -115,8 +157,9 @@ def find_checkpoint(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt"]
-    wanted += _PICKLES if allow_pickle else ()
+    wanted = ["*.json", "*.model", "*.txt"]
+    wanted += ["*.safetensors"] if weights else []
+    wanted += PICKLES if weights and allow_pickle else ()
     wanted += ["*.py"] if trust_remote_code else []
     try:
         return Path(snapshot_download(str(name), allow_patterns=wanted))
@@ -134,9 +177,9 @@ def find_checkpoint(
 
 
 def choose_device(device: str) -> str:
-    """auto, cpu, cuda or cuda:N as a device that is there."""
+    """auto, cpu, cuda or cuda:N as a device that is there; of several processes each gets its own GPU."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if match is None:
         raise SmeltscopeError(f"--device {device} is no device: use auto, cpu, cuda or cuda:N.")
@@ -150,32 +193,46 @@ def choose_device(device: str) -> str:
             f"--device {device} is not there: PyTorch finds {torch.cuda.device_count()} CUDA "
             "devices, counted from 0."
         )
+    if device == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun's
+        return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
     return device
 
 
 def load_model(
     folder: Path,
     *,
-    visits: int | None = None,
+    untrained: bool = False,
     device: str = "cpu",
     dtype: str = "auto",
+    spread: dict[str, Any] | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint folder in eval mode; see `load_checkpoint`."""
-    _check_files(folder, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    _check_config_file(folder, trust_remote_code=trust_remote_code)
+    if not untrained:
+        _check_weight_files(folder, allow_pickle=allow_pickle)
     config = _load_config(folder, trust_remote_code=trust_remote_code)
-    wanted = "float32" if dtype == "auto" and device == "cpu" else dtype
+    if spread:
+        check_before_spread(config, spread)
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
+        if untrained:
+            wanted = config.dtype if wanted == "auto" else wanted
+            model: Any = _initialised(config, trust_remote_code=trust_remote_code)
+            return model.to(device=device, dtype=wanted).eval()
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
-                dtype=wanted if wanted == "auto" else getattr(torch, wanted),
+                dtype=wanted,
                 use_safetensors=None if allow_pickle else True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, by name
+                **(spread or {}),
             )
     except SmeltscopeError as error:
         raise SmeltscopeError(f"{folder / 'config.json'}: {error}") from error
@@ -191,14 +248,19 @@ def load_model(
         ) from error
     model, info = loaded
     _check_loaded(model, info, folder)
-    if visits is not None:
-        if not isinstance(model, SmeltForCausalLM):
-            raise SmeltscopeError(
-                f"--visits changes the loop of a SMELT checkpoint or its Baseline; {folder} is a "
-                f"{type(model).__name__}."
-            )
-        model = with_visits(model, visits)
+    if spread:
+        check_after_spread(model, spread)
+        return model.eval()
     return _aligned(model.to(device)).eval()
+
+
+def _initialised(config: Any, *, trust_remote_code: bool) -> PreTrainedModel:
+    """A model before its first training step. Drawn on the CPU in float32: the same on every device."""
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
 
 
 def _aligned(model: PreTrainedModel) -> PreTrainedModel:
@@ -245,18 +307,7 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], folder: Path) ->
             f"The checkpoint {folder} holds {len(unused)} weights that its configuration has no place for "
             f"(the first: {unused[0]}). Is config.json that of these weights?"
         )
-    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    if causal and not any(causal):
-        raise SmeltscopeError(
-            f"{folder} holds a {type(model).__name__}, in which tokens see later tokens; give a decoder-only "
-            "model."
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.dtype in _CHECKED and not parameter.isfinite().all():
-            raise SmeltscopeError(
-                f"The checkpoint {folder} holds NaN or infinite weights (the first: {name}); every number "
-                "from it would be meaningless. Give an earlier or unbroken checkpoint."
-            )
+    check_model(model, f"The checkpoint {folder}")
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
@@ -288,21 +339,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def digest_of(folder: Path) -> str:
-    """sha256 over config.json and the weight files of a folder, in the order of their names."""
-    digest = hashlib.sha256()
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:  # beside safetensors, pickles are an optimiser's state or the like
-        weights = sorted(p for pattern in _PICKLES for p in folder.glob(pattern))
-    for path in [folder / "config.json", *weights]:
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _check_files(folder: Path, *, allow_pickle: bool, trust_remote_code: bool) -> None:
-    """Say what is wrong with a folder before transformers says it less clearly."""
+def _check_config_file(folder: Path, *, trust_remote_code: bool) -> None:
+    """Say what is wrong with config.json before transformers says it less clearly."""
     config = folder / "config.json"
     if not config.is_file():
         raise SmeltscopeError(
@@ -326,9 +364,13 @@ def _check_files(folder: Path, *, allow_pickle: bool, trust_remote_code: bool) -
             f"{config}: transformers {transformers.__version__} knows no model_type "
             f"{content['model_type']!r}; check the file, or use a newer transformers."
         )
+
+
+def _check_weight_files(folder: Path, *, allow_pickle: bool) -> None:
+    """Say what is wrong with the weights before transformers says it less clearly."""
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        pickles = [p.name for pattern in _PICKLES for p in folder.glob(pattern)]
+        pickles = [p.name for pattern in PICKLES for p in folder.glob(pattern)]
         if not pickles:
             raise SmeltscopeError(
                 f"The checkpoint folder {folder} holds no *.safetensors weights; copy them there, or save the "
@@ -366,14 +408,6 @@ def _check_shards(folder: Path) -> None:
                 f"{folder / name} is missing, though {index.name} names it; copy it there, or save the "
                 "checkpoint again."
             )
-
-
-def _context_of(config: Any) -> int:
-    config = config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None) or getattr(
-        config, "n_positions", None
-    )
-    return int(context) if context else 4096
 
 
 def _reason(error: BaseException) -> str:

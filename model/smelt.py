@@ -107,6 +107,14 @@ class SmeltPreTrainedModel(Qwen3MoePreTrainedModel):
             pretrained_model_name_or_path, *args, config=config, **kwargs
         )
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        if self.config.num_visits == 0:
+            raise SmeltscopeError(
+                "A model that runs with 0 visits does not hold the layers of its span, and a checkpoint "
+                "without them could not be looped again; save the model it was made from."
+            )
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         # The stock version drops the mapping unless the embeddings are tied.
         return dict(self._tied_weights_keys or {})
@@ -177,19 +185,27 @@ class SmeltForCausalLM(SmeltPreTrainedModel, Qwen3MoeForCausalLM, GenerationMixi
         return model if info is None else (model, info)  # type: ignore[return-value]
 
 
-def with_visits(model: SmeltForCausalLM, num_visits: int) -> SmeltForCausalLM:
+def with_visits(
+    model: SmeltForCausalLM, num_visits: int, residual_scale: float | None = None
+) -> SmeltForCausalLM:
     """The same weights, not copied, run with another number of visits; saves again as what it now is.
 
-    A Baseline may be looped this way too. The residual scale stays what the checkpoint was trained with.
+    A Baseline may be looped this way too, and with 0 visits the span is left out. The residual scale
+    stays what the checkpoint was trained with unless another is given.
     """
-    config = model.config.with_visits(num_visits)
-    with torch.device("meta"):
-        revisited = SmeltForCausalLM(config)
+    config = model.config.with_visits(num_visits, residual_scale)
     first = {e.layer: e.index for e in model.config.executions if e.visit == 1}
+    if any(e.layer not in first for e in config.executions):
+        raise SmeltscopeError(
+            "This model runs with 0 visits and does not hold the layers of its span; change the number of "
+            "visits of the model it was made from."
+        )
     if any(p.device.type == "meta" for p in model.parameters()):
         raise SmeltscopeError(
             "Another number of visits needs all weights in memory; load the checkpoint without offloading."
         )
+    with torch.device("meta"):
+        revisited = SmeltForCausalLM(config)
     for name in ("embed_tokens", "norm", "rotary_emb"):
         setattr(revisited.model, name, getattr(model.model, name))
     revisited.lm_head = model.lm_head

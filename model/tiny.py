@@ -103,6 +103,34 @@ _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
         },
     ),
     "inkling2_loop": _inkling2_loop,
+    "dory": _from_transformers(
+        "Dory",
+        {
+            **_DENSE,
+            "num_hidden_layers": 4,
+            "n_input_layers": 1,
+            "n_recurrent_layers": 2,
+            "n_output_layers": 1,
+            "head_dim": 8,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            # Every scale of nGPT is stored as a multiple of this: at the default, noise would drown them.
+            "initializer_range": 0.5,
+            "ngpt_alpha_init": 0.3,
+        },
+    ),
+    "hrm_text": _from_transformers(
+        "HrmText",
+        {
+            **_SIZES,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "head_dim": 8,
+            "L_cycles": 2,
+            # Attention would be nearly uniform: no norm here has a gain to add noise to.
+            "initializer_range": 0.15,
+        },
+    ),
 }
 
 TINY_MODELS = tuple(_BUILDERS)

@@ -1,20 +1,32 @@
 """attention-sink: how much attention rests on a segment's first token, by head, layer and visit."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.linalg import vecdot, vector_norm
+from torch.nn.functional import pad
 
 from smeltscope.activations import Attention, Variable
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
-from smeltscope.probes.probe import Batch, ModelShape
-from smeltscope.probes.statistics import DRAWS, Documents, Estimate, bootstrap_weights, ratio
+from smeltscope.probes.positions import position_bins, position_edges
+from smeltscope.probes.probe import Batch, ModelShape, Probe
+from smeltscope.probes.regions import Regions, masses_by_region
+from smeltscope.probes.rows import Rows, rows_of
+from smeltscope.probes.sampling import Sample
+from smeltscope.probes.statistics import (
+    Estimate,
+    Quantities,
+    Quantity,
+    Resampling,
+    exact,
+    quantities,
+)
 
 NEARBY_KEYS = 4  # keys 1 to 4: where a sink may have moved
 SINK_RATE_TOKENS = 64  # Gu et al.'s T
@@ -23,7 +35,7 @@ SAMPLED_QUERIES = 16  # of a segment, to find its heaviest key
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSink:
+class AttentionSink(Probe):
     """Attention mass on the first token of the segment.
 
     With A[q, k] the attention of query q on key k (softmax over keys; mass of learned
@@ -49,18 +61,38 @@ class AttentionSink:
     - `learned_sink_mass_sum`: mass that goes to no token; NaN where the model has no
       learned sinks.
 
+    Over S, the sampled queries in C (spread evenly over log position, never query 0):
+
+    - `region_mass_sum`: sum over q in S of A[q, k] over the keys k of each region, the
+      first that applies: first (key 0), self (k = q), previous (k = q - 1), local (2 to 7
+      before), delimiter (punctuation and line breaks alone), rest. Divided by
+      `sampled_queries` = |S|, all regions and learned sinks sum to 1.
+      `region_uniform_sum`: the same under uniform attention. A region that no key of the
+      run falls into (delimiters without a tokenizer) has no mass: NaN.
+    - `entropy_sum` = sum over q in S of H(q) = - sum over k of p ln p, in nats, with
+      p = A[q, k] / sum over k of A[q, k] (learned sinks put aside);
+      `relative_entropy_sum`: of H(q) / ln(number of keys that q can see), 1 under uniform
+      attention.
+    - `first_share_sum` = sum over q in S of |A[q, 0] v_0| / |sum over k of A[q, k] v_k|,
+      the size of what the first token adds to a head's output beside the whole output
+      (above 1 where the other tokens cancel it), over `first_share_queries`: zero outputs
+      have no share.
+
+    What the first token is like, beside the segment's other tokens: `first_residual_norm`
+    and `residual_norm_sum` of the layer's input; by key/value head `first_key_norm`,
+    `key_norm_sum`, `first_value_norm`, `value_norm_sum`, as attention uses them (keys after
+    QK-norm). Euclidean norms; the ratio is the first token's over the mean of all others.
+
     Averages weight every query alike: sums over segments, divided by counts. Units:
-    probability. Sources: arXiv 2609.01343 (sink by visit); Gu et al., arXiv 2410.10781
-    (sink rate).
+    probability, but where others are given. Sources: arXiv 2609.01343 (sink by visit);
+    Gu et al., arXiv 2410.10781 (sink rate); regions, entropy and the first token's
+    share: ours.
     """
 
     include_first: bool = False
 
     name = "attention-sink"
-    sites = ("attention",)
-
-    def options(self) -> dict[str, Any]:
-        return asdict(self)
+    sites = ("attention", "rows", "pv", "resid_pre")
 
     def dimensions(self, shape: ModelShape) -> Mapping[str, np.ndarray]:
         return {
@@ -108,6 +140,47 @@ class AttentionSink:
             "learned_sink_mass_sum": Variable(
                 dims=by_head, description="mass on learned sinks, summed over queries"
             ),
+            "sampled_queries": Variable(
+                dims=by_execution, description="sampled queries among those that are counted"
+            ),
+            "region_mass_sum": Variable(
+                dims=(*by_head, "region"),
+                description="mass on the keys of each region, summed over sampled queries",
+            ),
+            "region_uniform_sum": Variable(
+                dims=(*by_execution, "region"),
+                description="region_mass_sum under uniform attention",
+            ),
+            "entropy_sum": Variable(
+                dims=by_head,
+                description="entropy of attention over tokens, summed over sampled queries",
+                units="nats",
+            ),
+            "relative_entropy_sum": Variable(
+                dims=by_head, description="entropy / ln(keys seen), summed over sampled queries"
+            ),
+            "first_share_sum": Variable(
+                dims=by_head,
+                description="norm of what the first token adds / norm of the head's output, summed",
+            ),
+            "first_share_queries": Variable(
+                dims=by_head, description="sampled queries whose head output is not zero"
+            ),
+            "first_residual_norm": Variable(
+                dims=by_execution, description="norm of the layer's input at the first token"
+            ),
+            "residual_norm_sum": Variable(
+                dims=by_execution,
+                description="norm of the layer's input, summed over all other tokens",
+            ),
+            **{
+                name: Variable(dims=(*by_execution, "kv_head"), description=description)
+                for which in ("key", "value")
+                for name, description in (
+                    (f"first_{which}_norm", f"norm of the first token's {which}"),
+                    (f"{which}_norm_sum", f"norms of all other tokens' {which}s, summed"),
+                )
+            },
         }
 
     def observe(
@@ -115,25 +188,194 @@ class AttentionSink:
         arrays: Mapping[str, np.ndarray],
         batch: Batch,
         execution: Execution,
-        site: str,
-        value: Attention,
+        sites: Mapping[str, Any],
+        earlier: Mapping[int, Any],
     ) -> None:
-        measured_by_name = measure_sink(value, batch.lengths, self.include_first)
+        if "attention" not in sites:  # a layer of another kind, in a model that mixes them
+            return
+        attention = sites["attention"]
+        measured_by_name = measure_sink(attention, batch.lengths, self.include_first)
         if not measured_by_name["sink_mass_sum"].isfinite().all():
             raise SmeltscopeError(
                 f"Attention of layer {execution.layer} at visit {execution.visit} is not a number: the model's "
                 "scores overflow; check its weights, or run it with --dtype float32."
             )
+        measured_by_name |= measure_rows(sites["rows"], attention, sites["pv"], batch.regions)
+        vectors = {"key": attention.key, "value": attention.value}  # (B, G, T, D)
+        vectors |= {"residual": sites["resid_pre"]} if "resid_pre" in sites else {}
+        measured_by_name |= measure_first_token(vectors, batch.counted)
         for name, measured in measured_by_name.items():
             rows = arrays[name][:, execution.index]
             if "by_position" in name:  # no query stands in the bins beyond this batch
                 measured = pad(measured, (0, rows.shape[-1] - measured.shape[-1]))
             rows[(slice(None), *map(slice, measured.shape[1:]))] = measured.cpu().numpy()
 
+    def progress(
+        self, arrays: Mapping[str, np.ndarray], shape: ModelShape
+    ) -> Mapping[str, tuple[float, float]]:
+        def mean_over(executions: Sequence[Execution]) -> tuple[float, float]:
+            index = [e.index for e in executions]
+            mass = arrays["sink_mass_sum"][:, index]
+            queries = np.where(np.isfinite(mass), arrays["queries"][:, index, None], 0)
+            return float(np.nansum(mass)), float(queries.sum())
 
-def position_edges(max_length: int) -> np.ndarray:
-    """Edges of the bins of query position: 0, 1, 2, 4, 8, ... up to the length; bin i is [edge i, edge i + 1)."""
-    return np.concatenate([[0], 2 ** np.arange(int(np.ceil(np.log2(max(max_length, 2)))) + 1)])
+        looped = [e for e in shape.executions if e.layer in shape.looped_layers]
+        if not looped:
+            return {"sink": mean_over(shape.executions)}
+        return {
+            "sink at visit 1": mean_over([e for e in looped if e.visit == 1]),
+            "at later visits": mean_over([e for e in looped if e.visit > 1]),
+        }
+
+    def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
+        """Changes are from the same layer's first visit, NaN for first visits.
+
+        Without dimensions: `change_overall`, the mean of `change` over all heads of later visits; by region
+        `region_change_overall`. Over (execution), means over heads: `sink_mass_mean`, `change_mean`, `entropy_mean`,
+        `relative_entropy_mean`, `first_share_mean`; with (execution, region) `region_mass_mean`,
+        `region_change_mean`, and what they would be under uniform attention, `uniform` and `region_uniform`. Over
+        (execution): `first_residual_norm`, `blind_share`, and `queries`, how many were counted. Over (execution, head):
+        `sink_mass`; `change`; `region_mass` and `region_change` (with region); `entropy`, `relative_entropy`;
+        `first_share`; `nearby_mass` (keys 1 to 4 together), `heaviest_mass`, `heaviest_is_first` (share of segments),
+        `sink_rate`, `learned_sink_mass`. Over (execution, kv_head): `first_key_norm`, `first_value_norm`. Over
+        (execution, position): `sink_mass_by_position` (mean over heads) and `uniform_by_position`.
+        """
+        data = run["attention_sink"].dataset
+        queries, sampled = data["queries"].values, data["sampled_queries"].values
+        layers, visits = data["layer"].values, data["visit"].values
+        first = {layer: e for e, layer in enumerate(layers) if visits[e] == 1}
+
+        def average(name: str, counts: np.ndarray = queries) -> Estimate:
+            return resampling.ratio(data[name].values, counts)
+
+        def change_of(estimate: Estimate) -> Estimate:
+            change = estimate - estimate[[first[layer] for layer in layers]]
+            return change.where((visits > 1).reshape(-1, *[1] * (change.value.ndim - 1)))
+
+        others = run["segments"].dataset["tokens"].values - 1  # tokens of a segment but the first
+
+        def first_over_others(which: str) -> Estimate:
+            norm, norm_sum = data[f"first_{which}_norm"].values, data[f"{which}_norm_sum"].values
+            return resampling.ratio(norm * others.reshape(-1, *[1] * (norm.ndim - 1)), norm_sum)
+
+        sink = average("sink_mass_sum")
+        change = change_of(sink)
+        by_position = resampling.ratio(
+            data["sink_mass_by_position_sum"].values.swapaxes(2, 3),
+            data["queries_by_position"].values,
+        ).mean()
+        region_uniform = average("region_uniform_sum", sampled)
+        holds_keys = region_uniform.value > 0  # (execution, region)
+        region_mass = average("region_mass_sum", sampled).where(holds_keys[:, None])
+        region_change = change_of(region_mass)
+        entropy, relative = (average(f"{n}entropy_sum", sampled) for n in ("", "relative_"))
+        share = average("first_share_sum", data["first_share_queries"].values)
+        heaviest_key = data["heaviest_key"].values
+        has_key = np.isfinite(heaviest_key)
+        alpha = data["sink_alpha"].values
+        has_alpha = np.isfinite(alpha)
+        blind = data["blind_queries"].values
+        by_execution = {
+            "sink_mass_mean": sink.mean(),
+            "change_mean": change.mean(),
+            "uniform": average("uniform_sum"),
+            "entropy_mean": entropy.mean(),
+            "relative_entropy_mean": relative.mean(),
+            "first_share_mean": share.mean(),
+            "first_residual_norm": first_over_others("residual"),
+            "blind_share": resampling.ratio(blind, blind + queries),
+            "queries": exact(np.nansum(queries, axis=0)),
+        }
+        by_region = {
+            "region_mass_mean": region_mass.mean(1),
+            "region_change_mean": region_change.mean(1),
+            "region_uniform": region_uniform.where(holds_keys),
+        }
+        by_head = {
+            "sink_mass": sink,
+            "change": change,
+            "entropy": entropy,
+            "relative_entropy": relative,
+            "first_share": share,
+            "nearby_mass": resampling.ratio(data["nearby_mass_sum"].values.sum(-1), queries),
+            "heaviest_mass": average("heaviest_mass_sum"),
+            "heaviest_is_first": resampling.ratio(has_key & (heaviest_key == 0), has_key),
+            "sink_rate": resampling.ratio(has_alpha & (alpha > SINK_RATE_THRESHOLD), has_alpha),
+            "learned_sink_mass": average("learned_sink_mass_sum"),
+        }
+        by_head_and_region = {"region_mass": region_mass, "region_change": region_change}
+        by_kv_head = {f"first_{which}_norm": first_over_others(which) for which in ("key", "value")}
+        by_bin = {
+            "sink_mass_by_position": by_position,
+            "uniform_by_position": average(
+                "uniform_by_position_sum", data["queries_by_position"].values
+            ),
+        }
+        return {
+            "change_overall": Quantity(dims=(), estimate=change.flatten().mean()),
+            "region_change_overall": Quantity(
+                dims=("region",), estimate=region_change.mean(1).mean(0)
+            ),
+            **quantities(("execution",), by_execution),
+            **quantities(("execution", "region"), by_region),
+            **quantities(("execution", "head"), by_head, family=("change",)),
+            **quantities(("execution", "head", "region"), by_head_and_region),
+            **quantities(("execution", "kv_head"), by_kv_head),
+            **quantities(("execution", "position"), by_bin),
+        }
+
+    def sentence(self, summary: xr.Dataset) -> str:
+        visits, layers = summary["visit"].values, summary["layer"].values
+        documents = (
+            f"over {summary.attrs['documents']} document{'s' * (summary.attrs['documents'] != 1)}"
+        )
+        later = visits > 1
+        looped = np.isin(layers, layers[later]) if later.any() else visits > 0
+
+        def by_visit(values: xr.DataArray) -> str:
+            return ", ".join(
+                f"{float(values[looped & (visits == v)].mean()):.4f} at visit {v}"
+                for v in np.unique(visits[looped])
+            )
+
+        uniform = float(summary["uniform"][looped].mean())
+        share = (
+            " Norm of what the first token adds to a head's output, beside the whole output: "
+            f"{by_visit(summary['first_share'])}; its mass over the same queries: "
+            f"{by_visit(summary['region_mass'].sel(region='first'))}."
+        )
+        if not later.any():
+            return (
+                f"Mean over layers and heads: {float(summary['sink_mass'].mean()):.4f}; uniform attention: "
+                f"{uniform:.4f}; {documents}. No layer is visited twice, so there is no second visit to "
+                f"compare.{share}"
+            )
+        change = summary["change"].values[later]
+        heads = int(np.isfinite(change).sum())
+        text = (
+            f"Mean over looped layers and heads: {by_visit(summary['sink_mass'])}; uniform attention: {uniform:.4f}. Later "
+            f"visits minus visit 1: {_with_interval(summary, 'change_overall')}, lower in "
+            f"{int((change < 0).sum())} of {heads} heads, {documents}"
+        )
+        if not np.isfinite(float(summary["change_overall_low"])):
+            return f"{text}: too few for an interval.{share}"
+        decided = (summary["change_high"].values[later] < 0) | (
+            summary["change_low"].values[later] > 0
+        )
+        regions = ", ".join(
+            f"{region} {_with_interval(summary.sel(region=region), 'region_change_overall')}"
+            for region in summary["region"].values
+            if summary["region_change_overall"].sel(region=region).notnull()
+        )
+        return (
+            f"{text} (in {int(decided.sum())} heads the interval excludes 0, each judged alone). By region, over "
+            f"sampled queries: {regions}.{share}"
+        )
+
+
+def _with_interval(summary: xr.Dataset, name: str) -> str:
+    value, low, high = (float(summary[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return f"{value:+.2g} [{low:+.2g}, {high:+.2g}]" if np.isfinite(low) else f"{value:+.2g}"
 
 
 def measure_sink(
@@ -158,9 +400,7 @@ def measure_sink(
     sink = mass[..., 0]  # (B, H, Q)
     uniform = counted / attention.keys_seen()  # (B, Q)
 
-    edges = torch.as_tensor(position_edges(queries), device=lengths.device)
-    bins = torch.bucketize(positions, edges, right=True) - 1
-    in_bin = one_hot(bins, len(edges) - 1).float()  # (Q, bin)
+    in_bin = position_bins(queries, lengths.device)  # (Q, bin)
 
     sink_sum, heaviest_sum = sink.sum(2), mass[..., -1].sum(2)
     # A sample of queries may miss it, but the first token is never passed over for a lighter key.
@@ -193,7 +433,11 @@ def _heaviest_key(attention: Attention, counted: Tensor) -> Tensor:
     spread = torch.linspace(0, 1, SAMPLED_QUERIES, device=counted.device)
     wanted = (spread * (number - 1).clamp(min=0)).round().long() + 1  # (B, S), from 1
     sampled = torch.searchsorted(counted.cumsum(1), wanted).clamp_(max=counted.shape[1] - 1)
-    return attention.rows(sampled).sum(2).argmax(-1)
+    rows = rows_of(attention, Sample(positions=sampled, valid=counted.gather(1, sampled)))
+    mass = torch.zeros(*attention.query.shape[:2], attention.key.shape[2], device=counted.device)
+    for block in rows:
+        mass[..., : block.mass.shape[3]] += block.mass.sum(2)
+    return mass.argmax(-1)
 
 
 def _sink_alpha(sink: Tensor, lengths: Tensor) -> Tensor:
@@ -204,121 +448,85 @@ def _sink_alpha(sink: Tensor, lengths: Tensor) -> Tensor:
     return alpha.masked_fill(lengths[:, None] < SINK_RATE_TOKENS, torch.nan)
 
 
-def summarize(run: xr.DataTree, *, draws: int = DRAWS, seed: int = 0) -> xr.Dataset:
-    """The sink of a run, with 95 % intervals from resampling its documents within each category.
-
-    Each `X` comes with `X_low` and `X_high`. Over (execution, head): `sink_mass`; `change`, the sink mass minus
-    that of the same layer's first visit (NaN for first visits); `nearby_mass` (keys 1 to 4 together),
-    `heaviest_mass`, `heaviest_is_first` (share of segments), `sink_rate`, `learned_sink_mass`.
-    Over (execution): `queries`, how many were counted; `sink_mass_mean` and `change_mean`, their means over heads, `uniform`, `blind_share`. Over
-    (execution, position): `sink_mass_by_position` (mean over heads) and `uniform_by_position`. Without
-    dimensions: `change_overall`, the mean of `change` over all heads of later visits.
-    """
-    data, segments = run["attention_sink"].dataset, run["segments"].dataset
-    documents = Documents.from_labels(segments["document"].values, segments["category"].values)
-    weights = bootstrap_weights(documents, draws=draws, seed=seed)
-    queries = data["queries"].values
-
-    def average(name: str, counts: np.ndarray = queries) -> Estimate:
-        return ratio(data[name].values, counts, documents, weights)
-
-    sink = average("sink_mass_sum")
-    layers, visits = data["layer"].values, data["visit"].values
-    first = {layer: e for e, layer in enumerate(layers) if visits[e] == 1}
-    change = sink - sink[[first[layer] for layer in layers]]
-    change = change.where((visits > 1)[:, None])
-    by_position = ratio(
-        data["sink_mass_by_position_sum"].values.swapaxes(2, 3),
-        data["queries_by_position"].values,
-        documents,
-        weights,
-    ).mean()
-    heaviest_key = data["heaviest_key"].values
-    has_key = np.isfinite(heaviest_key)
-    alpha = data["sink_alpha"].values
-    has_alpha = np.isfinite(alpha)
-    blind = data["blind_queries"].values
-    estimates = {
-        "sink_mass": (("execution", "head"), sink),
-        "change": (("execution", "head"), change),
-        "nearby_mass": (
-            ("execution", "head"),
-            ratio(data["nearby_mass_sum"].values.sum(-1), queries, documents, weights),
-        ),
-        "heaviest_mass": (("execution", "head"), average("heaviest_mass_sum")),
-        "heaviest_is_first": (
-            ("execution", "head"),
-            ratio(has_key & (heaviest_key == 0), has_key, documents, weights),
-        ),
-        "sink_rate": (
-            ("execution", "head"),
-            ratio(has_alpha & (alpha > SINK_RATE_THRESHOLD), has_alpha, documents, weights),
-        ),
-        "learned_sink_mass": (
-            ("execution", "head"),
-            average("learned_sink_mass_sum"),
-        ),
-        "sink_mass_mean": (("execution",), sink.mean()),
-        "change_mean": (("execution",), change.mean()),
-        "change_overall": ((), change.flatten().mean()),
-        "uniform": (("execution",), average("uniform_sum")),
-        "blind_share": (("execution",), ratio(blind, blind + queries, documents, weights)),
-        "sink_mass_by_position": (("execution", "position"), by_position),
-        "uniform_by_position": (
-            ("execution", "position"),
-            average("uniform_by_position_sum", data["queries_by_position"].values),
-        ),
-    }
-    arrays: dict[str, Any] = {}
-    for name, (dims, estimate) in estimates.items():
-        low, high = estimate.interval()
-        arrays |= {name: (dims, estimate.value), f"{name}_low": (dims, low)}
-        arrays[f"{name}_high"] = (dims, high)
-    arrays["queries"] = (("execution",), np.nansum(queries, axis=0))
-    labels = {name: data.coords[name] for name in ("layer", "visit", "module", "position")}
-    return xr.Dataset(
-        arrays,
-        coords=labels,
-        attrs={
-            "segments": len(segments["document"]),
-            "documents": len(documents),
-            "tokens": int(segments["tokens"].sum()),
-            "bootstrap_draws": draws,
-            "bootstrap_seed": seed,
-        },
-    )
-
-
-def sentence(summary: xr.Dataset) -> str:
-    """The result in a few sentences, with numbers, chance level and interval."""
-    visits, layers = summary["visit"].values, summary["layer"].values
-    documents = (
-        f"over {summary.attrs['documents']} document{'s' * (summary.attrs['documents'] != 1)}"
-    )
-    later = visits > 1
-    if not later.any():
-        mean, uniform = (float(summary[name].mean()) for name in ("sink_mass", "uniform"))
-        return (
-            f"Mean over layers and heads: {mean:.4f}; uniform attention: {uniform:.4f}; {documents}. No layer is "
-            "visited twice, so there is no second visit to compare."
+def measure_rows(
+    rows: Sequence[Rows], attention: Attention, pv: Tensor, regions: Regions
+) -> dict[str, Tensor]:
+    """The numbers of `AttentionSink` over sampled queries; `pv` (B, T, head, size) is what the heads read."""
+    blocks = [_reduce_block(block, regions) for block in rows]
+    by_query = {name: torch.cat([block[name] for block in blocks], dim=2) for name in blocks[0]}
+    valid, sees_first, keys_seen, positions = (
+        torch.cat(parts, dim=1)
+        for parts in zip(
+            *((r.queries.valid, r.sees_first, r.keys_seen, r.queries.positions) for r in rows),
+            strict=True,
         )
-    looped = np.isin(layers, layers[later])
-    by_visit = [
-        f"{float(summary['sink_mass'][looped & (visits == v)].mean()):.4f} at visit {v}"
-        for v in np.unique(visits)
-    ]
-    uniform = float(summary["uniform"][looped].mean())
-    change = summary["change"].values[later]
-    heads = int(np.isfinite(change).sum())
-    value, low, high = (float(summary[f"change_overall{end}"]) for end in ("", "_low", "_high"))
-    text = (
-        f"Mean over looped layers and heads: {', '.join(by_visit)}; uniform attention: {uniform:.4f}. Later visits "
-        f"minus visit 1: {value:+.2g}"
+    )  # (B, S)
+    counted = (valid & sees_first)[:, None]  # (B, 1, S)
+
+    value_norm = vector_norm(attention.value[:, :, 0], dim=2, dtype=torch.float32)  # (B, G)
+    heads_per_value = pv.shape[2] // value_norm.shape[1]
+    value_norm = value_norm.repeat_interleave(heads_per_value, dim=1)  # (B, H)
+    read = Sample(positions=positions, valid=valid).take(pv)  # (B, S, H, size)
+    read_norm = vector_norm(read, dim=3, dtype=torch.float32).transpose(1, 2)  # (B, H, S)
+    share = by_query["mass"][..., 0] * value_norm[..., None] / read_norm
+
+    def total(values: Tensor, where: Tensor = counted) -> Tensor:
+        return torch.where(where, values, 0.0).sum(2)
+
+    return {
+        "sampled_queries": counted.sum(2)[:, 0].float(),
+        "region_mass_sum": total(by_query["mass"], counted[..., None]),
+        "region_uniform_sum": total(
+            by_query["keys"] / keys_seen[:, None, :, None], counted[..., None]
+        )[:, 0],
+        "entropy_sum": total(by_query["entropy"]),
+        "relative_entropy_sum": total(by_query["entropy"] / keys_seen.log()[:, None]),
+        "first_share_sum": total(share, counted & (read_norm > 0)),
+        "first_share_queries": (counted & (read_norm > 0)).sum(2).float(),
+    }
+
+
+def _reduce_block(block: Rows, regions: Regions) -> dict[str, Tensor]:
+    """By region the `mass` (B, H, N, region) and the number of `keys` seen (B, 1, N, region); the `entropy` (B, H, N)."""
+    region = regions.of(block.queries.positions, block.mass.shape[3])  # (B, N, K)
+    mass, keys = (
+        masses_by_region(values, region, len(regions.names))
+        for values in (block.mass, (block.scores[:, :1] > -torch.inf).float())
     )
-    if not np.isfinite(low):
-        return f"{text}, lower in {int((change < 0).sum())} of {heads} heads, {documents}: too few for an interval."
-    decided = (summary["change_high"].values[later] < 0) | (summary["change_low"].values[later] > 0)
-    return (
-        f"{text} [{low:+.2g}, {high:+.2g}], lower in {int((change < 0).sum())} of {heads} heads, {documents} "
-        f"(in {int(decided.sum())} heads the interval excludes 0, each judged alone)."
-    )
+    # ln A = ln(the largest A) + score - (the largest score), without a logarithm for each key.
+    below = block.scores - block.scores.amax(3, keepdim=True)
+    below = below.clamp_(min=torch.finfo(below.dtype).min)  # hidden keys: -inf times a mass of 0
+    total = mass.sum(3)  # (B, H, N): 1 minus learned sinks
+    entropy = (total / block.mass.amax(3)).log() - vecdot(block.mass, below) / total
+    return {"mass": mass, "keys": keys, "entropy": entropy}
+
+
+def measure_first_token(vectors: Mapping[str, Tensor], counted: Tensor) -> dict[str, Tensor]:
+    """Norms of the first token's vectors, and of all others that are `counted` (B, T), summed.
+
+    `vectors` are (B, T, width) or (B, G, T, size); the results, by name, (B,) or (B, G).
+    """
+    measured = {}
+    for name, vector in vectors.items():
+        norm = vector_norm(vector, dim=-1, dtype=torch.float32)  # (B, T) or (B, G, T)
+        others = counted if norm.ndim == 2 else counted[:, None]
+        measured[f"first_{name}_norm"] = norm[..., 0]
+        measured[f"{name}_norm_sum"] = torch.where(others, norm, 0.0).sum(-1)
+    return measured
+
+
+def depth_profile(summary: xr.Dataset, baseline_summary: xr.Dataset) -> xr.Dataset:
+    """Sink mass over depth of a looped model and of a Baseline, from their summaries: one row for each execution.
+
+    Over (row): `sink_mass_mean` and `uniform`, with the intervals of their own runs. Labels of a row: `run` ("model",
+    "baseline"), the physical `layer`, the `visit`, the `execution`, and `depth` = execution / (executions - 1), from 0 to 1.
+    """
+    ends = ("", "_low", "_high")
+    names = [f"{name}{end}" for name in ("sink_mass_mean", "uniform") for end in ends]
+    parts = []
+    for run, one in (("model", summary), ("baseline", baseline_summary)):
+        executions = one["execution"].values
+        labels = {"run": [run] * len(executions), "depth": executions / max(len(executions) - 1, 1)}
+        part = one[names].rename_dims(execution="row")
+        parts.append(part.assign_coords({n: ("row", v) for n, v in labels.items()}))
+    return xr.concat(parts, dim="row", combine_attrs="drop")

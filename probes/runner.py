@@ -1,8 +1,10 @@
 """The runner: one forward per batch over a held-out set, fed to every probe, into one run file."""
 
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,32 @@ import numpy as np
 import torch
 
 from smeltscope import __version__
-from smeltscope.activations import RunWriter, Schema, capture
+from smeltscope.activations import (
+    RunWriter,
+    Schema,
+    Variable,
+    capture,
+    decode,
+    head_of,
+    is_finished,
+    sites_of,
+)
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution
-from smeltscope.probes.probe import Batch, ModelShape, Probe, empty_arrays, group_name
-from smeltscope.tasks import HeldOut, pad_batch, plan_batches
+from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, group_name
+from smeltscope.probes.regions import TEXT_REGIONS, TextRegions
+from smeltscope.probes.rows import rows_of
+from smeltscope.probes.sampling import Sample, sample_queries, sample_tokens, segment_seed
+from smeltscope.probes.workers import Workers, split_batches
+from smeltscope.tasks import HeldOut, delimiter_tokens, pad_batch, plan_batches
 
+FOLDS = 8  # parts of the documents that tables are kept by
 _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "h5py")
 
-# Called after every batch: (tokens so far, tokens in all).
-OnProgress = Callable[[int, int], None]
+Arrays = dict[str, dict[str, np.ndarray]]  # {group: {name: values}}
+
+# Called after every batch: (tokens so far, tokens in all, headline numbers so far), of this process.
+OnProgress = Callable[[int, int, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +47,9 @@ class RunOptions:
 
     max_length: int
     batch_tokens: int
-    seed: int = 0
+    seed: int = 0  # of the samples and of the bootstrap
+    sampled_queries: int = 64  # of each segment, whose whole attention rows are looked at
+    sampled_tokens: int = 64  # of each segment, between whose vectors cosines are taken
 
 
 def run_probes(
@@ -40,12 +60,15 @@ def run_probes(
     options: RunOptions,
     *,
     force: bool = False,
+    reuse: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Run every batch once, let all probes see it, and leave a finished run file at `out`.
 
-    Interrupted, the same call goes on at the first batch not done. Raises `SmeltscopeError` when the
-    model cannot be captured, the data does not fit it, or `out` belongs to another run.
+    Interrupted, the same call goes on at the first batch not done. Under torchrun each process takes a contiguous run of
+    the batches, and the first one joins what they wrote. A batch that does not fit into the memory of a GPU is run in
+    halves. With `reuse` a finished run of the same checkpoint, data and options at `out` is left as it is. Raises `SmeltscopeError` when the model cannot be captured, the data does not
+    fit it, or `out` belongs to another run.
     """
     longest = int(heldout.lengths.max())
     if longest > options.max_length:
@@ -53,63 +76,271 @@ def run_probes(
             f"The data has a segment of {longest} tokens, more than max_length {options.max_length}; "
             "cut it with load_heldout(max_length=...)."
         )
-    model = checkpoint.model
-    device = next(model.parameters()).device
     plan = plan_batches(heldout.lengths, options.batch_tokens)
-    shape = _model_shape(checkpoint, options.max_length, device)
-    order = np.concatenate(plan)  # rows of the run file are in the order of the plan
-    writer = RunWriter(
-        out, _schema(checkpoint, heldout, probes, options, shape, order), force=force
-    )
-    done = writer.done()
-    sites = tuple(dict.fromkeys(site for probe in probes for site in probe.sites))
-    total, seen, stop = int(heldout.lengths.sum()), 0, 0
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    batch: Batch
-
-    def on_site(execution: Execution, site: str, value: Any) -> None:
-        for probe in probes:
-            if site in probe.sites:
-                probe.observe(arrays[group_name(probe.name)], batch, execution, site, value)
-
-    with capture(model, sites, on_site), torch.inference_mode():
-        for rows in plan:
-            start, stop = stop, stop + len(rows)
-            seen += int(heldout.lengths[rows].sum())
-            if done[start:stop].all():
-                continue
-            input_ids, lengths = pad_batch(heldout, rows, pad_token=0)
-            batch = Batch(
-                input_ids=torch.from_numpy(input_ids).to(device),
-                lengths=torch.from_numpy(np.asarray(lengths)).to(device),
+    shape = model_shape(checkpoint, heldout, options.max_length)
+    stops = np.cumsum([0, *map(len, plan)])  # rows of the run file are in the order of the plan
+    for probe in probes:
+        probe.check(checkpoint.model)
+        if {"attention", "rows"} & set(probe.sites) and not shape.sites["attention"]:
+            raise SmeltscopeError(
+                f"{probe.name} cannot be measured: {type(checkpoint.model).__name__} makes no causal attention through "
+                "transformers' attention interface."
             )
-            arrays = {group_name(p.name): empty_arrays(p, shape, len(rows)) for p in probes}
-            # Padding on the right is invisible under a causal mask, so no mask is needed. Only the decoder
-            # runs: no probe needs logits.
-            model.get_decoder()(input_ids=batch.input_ids, use_cache=False)
-            writer.write(start, stop, arrays)
-            if on_progress is not None:
-                on_progress(seen, total)
-    return writer.finish()
+    schema = _schema(checkpoint, heldout, probes, options, shape, np.concatenate(plan))
+    if reuse and is_finished(out, schema):
+        return Path(out)
+    workers = Workers.of_environment(checkpoint.model)
+    shares = split_batches([int(heldout.lengths[rows].sum()) for rows in plan], workers.ranks)
+    writer = None
+    if workers.writes:
+        writer = RunWriter(
+            out,
+            schema,
+            force=force,
+            ranges=[(int(stops[share.start]), int(stops[share.stop])) for share in shares],
+            rank=workers.rank,
+        )
+    done = workers.agreed(writer.done() if writer else None)
+    measure = Measurement(checkpoint, heldout, probes, options, shape)
+    mine = shares[workers.rank]
+    total, seen = sum(int(heldout.lengths[plan[b]].sum()) for b in mine), 0
+    headlines: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+    for b in mine:
+        seen += int(heldout.lengths[plan[b]].sum())
+        if done[stops[b] : stops[b + 1]].all():
+            continue
+        arrays, tables = measure(plan[b])
+        if writer:
+            writer.write(int(stops[b]), int(stops[b + 1]), arrays, tables)
+        if on_progress is not None:
+            for probe in probes:
+                found = probe.progress(arrays[group_name(probe.name)], shape)
+                for label, sum_and_count in found.items():
+                    headlines[label] += sum_and_count
+            on_progress(seen, total, {k: float(s / n) for k, (s, n) in headlines.items() if n})
+    workers.wait()
+    if writer and workers.rank == 0:
+        writer.finish()
+    workers.wait()
+    return Path(out)
 
 
-def _model_shape(checkpoint: Checkpoint, max_length: int, device: torch.device) -> ModelShape:
-    """A forward over two tokens tells the heads of every layer, and whether the model can be captured at all."""
-    heads = []
-    with (
-        capture(
-            checkpoint.model, ("attention",), lambda e, s, a: heads.append(a.query.shape[1])
-        ) as run,
-        torch.inference_mode(),
-    ):
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
-        checkpoint.model.get_decoder()(input_ids=tokens, use_cache=False)
-    names = {module: name for name, module in checkpoint.model.named_modules()}
+class Measurement:
+    """Rows of the held-out set -> what all probes measure of them. Holds what every batch needs."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        heldout: HeldOut,
+        probes: Sequence[Probe],
+        options: RunOptions,
+        shape: ModelShape,
+    ) -> None:
+        self.model, self.heldout, self.probes = checkpoint.model, heldout, probes
+        self.options, self.shape = options, shape
+        self.device = next(self.model.parameters()).device
+        wanted = dict.fromkeys(site for probe in probes for site in probe.sites)
+        self.with_rows = "rows" in wanted
+        if self.with_rows:
+            wanted["attention"] = None
+        self.sites = tuple(site for site in wanted if shape.sites.get(site) and site != "rows")
+        infos = [heldout.documents[d] for d in heldout.document]
+        self.category = np.array([shape.categories.index(info.category) for info in infos])
+        self.fold = np.array([fold_of(info.id) for info in infos])
+        self.document_ids = [info.id for info in infos]
+        delimiters = delimiter_tokens(checkpoint.tokenizer if self.with_rows else None)
+        self.delimiters = torch.from_numpy(delimiters).to(self.device)
+        self.fitting = (
+            options.batch_tokens
+        )  # tokens of a forward, padding included; less once memory ran out
+
+    def __call__(self, rows: np.ndarray) -> tuple[Arrays, Arrays]:
+        size = len(rows) * int(self.heldout.lengths[rows].max())
+        if size > self.fitting and len(rows) > 1:
+            return self._halved(rows)
+        try:
+            return self._measure(rows)
+        except torch.OutOfMemoryError as error:
+            if len(rows) == 1:
+                raise SmeltscopeError(
+                    f"A segment of {int(self.heldout.lengths[rows[0]])} tokens does not fit into the GPU's "
+                    "memory; lower --max-length, or spread the model with --device-map auto."
+                ) from error
+            torch.cuda.empty_cache()
+            self.fitting = size // 2
+        return self._halved(rows)
+
+    def _halved(self, rows: np.ndarray) -> tuple[Arrays, Arrays]:
+        middle = (len(rows) + 1) // 2
+        (arrays, tables), (more, added) = self(rows[:middle]), self(rows[middle:])
+        joined = {
+            group: {name: np.concatenate([part, more[group][name]]) for name, part in parts.items()}
+            for group, parts in arrays.items()
+        }
+        summed = {
+            group: {name: part + added[group][name] for name, part in parts.items()}
+            for group, parts in tables.items()
+        }
+        return joined, summed
+
+    def _measure(self, rows: np.ndarray) -> tuple[Arrays, Arrays]:
+        batch = self._batch(rows)
+        arrays = {group_name(p.name): empty_arrays(p, self.shape, len(rows)) for p in self.probes}
+        tables = {group_name(p.name): empty_tables(p, self.shape) for p in self.probes}
+        earlier: dict[str, dict[int, Any]] = {probe.name: {} for probe in self.probes}
+        values: dict[str, Any] = {}
+        current: Execution | None = None
+
+        def end_execution() -> None:
+            if current is None:
+                return
+            if self.with_rows and "attention" in values:
+                values["rows"] = rows_of(values["attention"], batch.queries)
+            for probe in self.probes:
+                found = {site: values[site] for site in probe.sites if site in values}
+                if found:
+                    group = group_name(probe.name)
+                    kept = probe.observe(
+                        arrays[group] | tables[group], batch, current, found, earlier[probe.name]
+                    )
+                    if kept is not None:
+                        earlier[probe.name][current.index] = kept
+            values.clear()
+
+        def on_site(execution: Execution, site: str, value: Any) -> None:
+            nonlocal current
+            if execution != current:
+                end_execution()
+                current = execution
+            values[site] = _moved(value, self.device)
+
+        with torch.no_grad():
+            if self.sites:
+                with capture(self.model, self.sites, on_site):
+                    decoded = decode(self.model, batch.input_ids)
+                end_execution()
+            else:
+                decoded = decode(self.model, batch.input_ids)
+            earlier.clear()
+            output = Output(
+                model=self.model,
+                hidden=decoded.last_hidden_state,
+                logits=head_of(self.model, decoded),
+            )
+            for probe in self.probes:
+                if probe.reads_output:
+                    probe.observe_output(arrays[group_name(probe.name)], batch, output)
+        return arrays, tables
+
+    def _batch(self, rows: np.ndarray) -> Batch:
+        ids, lengths = pad_batch(self.heldout, rows, pad_token=0)
+        seeds = [
+            segment_seed(self.document_ids[row], self.heldout.segment(row), self.options.seed)
+            for row in rows
+        ]
+        input_ids = torch.from_numpy(ids).to(self.device)
+        known = input_ids < len(self.delimiters)  # the model may know more ids
+        return Batch(
+            shape=self.shape,
+            input_ids=input_ids,
+            lengths=torch.from_numpy(np.asarray(lengths)).to(self.device),
+            queries=self._sample(sample_queries(lengths, seeds, self.options.sampled_queries)),
+            tokens=self._sample(sample_tokens(lengths, seeds, self.options.sampled_tokens)),
+            regions=TextRegions(delimiter=self.delimiters[input_ids * known] & known),
+            category=self.category[rows],
+            fold=self.fold[rows],
+        )
+
+    def _sample(self, drawn: tuple[np.ndarray, np.ndarray]) -> Sample:
+        positions, valid = (torch.from_numpy(array).to(self.device) for array in drawn)
+        return Sample(positions=positions, valid=valid)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A site's value on another device: layers of a model that is spread over several lie on theirs."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    tensors = {k: v for k, v in vars(value).items() if isinstance(v, torch.Tensor)}
+    if all(tensor.device == device for tensor in tensors.values()):
+        return value
+    return replace(value, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def fold_of(document_id: str) -> int:
+    """The fold of a document: by its name, so that it is the same in every run."""
+    return zlib.crc32(document_id.encode()) % FOLDS
+
+
+def empty_arrays(probe: Probe, shape: ModelShape, rows: int) -> dict[str, np.ndarray]:
+    """NaN for everything that a probe measures of `rows` segments: what its `observe` fills."""
+    sizes = {name: len(values) for name, values in dimensions_of([probe], shape).items()}
+    return {
+        name: np.full((rows, *(sizes[d] for d in variable.dims[1:])), np.nan, variable.dtype)
+        for name, variable in probe.variables(shape).items()
+    }
+
+
+def empty_tables(probe: Probe, shape: ModelShape) -> dict[str, np.ndarray]:
+    """0 for every table of a probe."""
+    sizes = {name: len(values) for name, values in dimensions_of([probe], shape).items()}
+    return {
+        name: np.zeros([sizes[d] for d in variable.dims], variable.dtype)
+        for name, variable in probe.tables(shape).items()
+    }
+
+
+def dimensions_of(probes: Sequence[Probe], shape: ModelShape) -> dict[str, np.ndarray]:
+    """The dimensions that the arrays of these probes have, `segment` apart, with their coordinate values."""
+    dimensions = {
+        "execution": np.arange(len(shape.executions)),
+        "head": np.arange(shape.heads),
+        "kv_head": np.arange(shape.kv_heads),
+        "looped_layer": np.array(shape.looped_layers, dtype=np.int64),
+        "visit_pair": np.array([f"{a}-{b}" for a, b in shape.visit_pairs]),
+        "region": np.array(shape.regions),
+        "expert": np.arange(shape.experts),
+        "table_category": np.array(shape.categories),
+        "fold": np.arange(FOLDS),
+    }
+    variables: list[Variable] = []
+    for probe in probes:
+        dimensions |= probe.dimensions(shape)
+        variables += [*probe.variables(shape).values(), *probe.tables(shape).values()]
+    used = {dim for variable in variables for dim in variable.dims} | {"execution"}
+    return {name: values for name, values in dimensions.items() if name in used}
+
+
+def model_shape(checkpoint: Checkpoint, heldout: HeldOut, max_length: int) -> ModelShape:
+    """A forward over two tokens tells the sizes of every layer, and whether the model can be captured at all."""
+    model = checkpoint.model
+    available = sites_of(model)
+    sizes = {"heads": 0, "kv_heads": 0, "experts": 0, "experts_per_token": 0}
+
+    def on_site(_: Execution, site: str, value: Any) -> None:
+        if site == "attention":
+            found = {"heads": value.query.shape[1], "kv_heads": value.key.shape[1]}
+        else:
+            found = {
+                "experts": value.logits.shape[-1],
+                "experts_per_token": value.experts.shape[-1],
+            }
+        sizes.update({name: max(sizes[name], size) for name, size in found.items()})
+
+    watched = [site for site in ("attention", "router") if available[site]]
+    with capture(model, watched, on_site) as run, torch.no_grad():
+        device = next(model.parameters()).device
+        decode(model, torch.zeros(1, 2, dtype=torch.long, device=device))
+    names = {module: name for name, module in model.named_modules()}
+    layers = [run.module_of(execution) for execution in run.executions]
     return ModelShape(
         executions=run.executions,
-        modules=[names[run.module_of(execution)] for execution in run.executions],
-        heads=max(heads),
+        layers=layers,
+        modules=[names[layer] for layer in layers],
+        sites=available,
         max_length=max_length,
+        categories=sorted({info.category for info in heldout.documents}),
+        regions=TEXT_REGIONS,
+        **sizes,
     )
 
 
@@ -122,23 +353,23 @@ def _schema(
     order: np.ndarray,
 ) -> Schema:
     executions = shape.executions
-    dimensions: dict[str, np.ndarray] = {
-        "segment": np.arange(len(heldout)),
-        "execution": np.arange(len(executions)),
-        "head": np.arange(shape.heads),
+    dimensions = {"segment": np.arange(len(heldout)), **dimensions_of(probes, shape)}
+    coordinates = {
+        "layer": ("execution", np.array([e.layer for e in executions])),
+        "visit": ("execution", np.array([e.visit for e in executions])),
+        "module": ("execution", np.array(shape.modules)),
     }
-    for probe in probes:
-        dimensions |= probe.dimensions(shape)
+    if "visit_pair" in dimensions:
+        coordinates |= {
+            "visit_a": ("visit_pair", np.array([a for a, _ in shape.visit_pairs], dtype=np.int64)),
+            "visit_b": ("visit_pair", np.array([b for _, b in shape.visit_pairs], dtype=np.int64)),
+        }
     infos = [heldout.documents[d] for d in heldout.document]
     parameters = next(checkpoint.model.parameters())
-    probe_options = {probe.name: probe.options() for probe in probes}
+    config = checkpoint.model.config.get_text_config(decoder=True)
     return Schema(
         dimensions=dimensions,
-        coordinates={
-            "layer": ("execution", np.array([e.layer for e in executions])),
-            "visit": ("execution", np.array([e.visit for e in executions])),
-            "module": ("execution", np.array(shape.modules)),
-        },
+        coordinates=coordinates,
         segments={
             "document": np.asarray(heldout.document)[order],
             "document_id": np.array([i.id for i in infos])[order],
@@ -147,6 +378,7 @@ def _schema(
             "tokens": heldout.lengths[order],
         },
         groups={group_name(p.name): p.variables(shape) for p in probes},
+        tables={group_name(p.name): p.tables(shape) for p in probes},
         group_attributes={
             group_name(p.name): {"options": p.options(), "definition": type(p).__doc__ or ""}
             for p in probes
@@ -154,19 +386,22 @@ def _schema(
         identity={
             "checkpoint_digest": checkpoint.digest,
             "data_digest": heldout.digest,
-            "visits": max(e.visit for e in executions),
+            "visits": getattr(config, "num_visits", max(e.visit for e in executions)),
+            "residual_scale": getattr(config, "residual_scale", None),
+            "device": parameters.device.type,
+            "tensor_parallel": checkpoint.model.tp_size or 1,
             "dtype": str(parameters.dtype).removeprefix("torch."),
-            "max_length": options.max_length,
-            "batch_tokens": options.batch_tokens,
-            "seed": options.seed,
-            "probes": probe_options,
+            **asdict(options),
+            "probes": {probe.name: probe.options() for probe in probes},
         },
         attributes={
             "checkpoint": checkpoint.name,
             "model_type": checkpoint.model.config.model_type,
             "model_config": checkpoint.model.config.to_dict(),
             "tokenizer": _tokenizer_name(checkpoint),
-            "device": parameters.device.type,
+            "sites": {site: list(found) for site, found in shape.sites.items()},
+            "heads": {"query": shape.heads, "key_value": shape.kv_heads},
+            "experts": {"all": shape.experts, "per_token": shape.experts_per_token},
             "data_notes": list(heldout.notes),
             "data_dropped": dict(heldout.dropped),
             "packages": {"smeltscope": __version__} | {n: version(n) for n in _RECORDED_PACKAGES},

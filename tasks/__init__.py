@@ -2,12 +2,13 @@
 
 from smeltscope.tasks.batches import pad_batch, plan_batches
 from smeltscope.tasks.text import DocumentInfo, HeldOut, load_heldout, shipped_heldout
-from smeltscope.tasks.tokens import SpecialTokens
+from smeltscope.tasks.tokens import SpecialTokens, delimiter_tokens
 
 __all__ = [
     "DocumentInfo",
     "HeldOut",
     "SpecialTokens",
+    "delimiter_tokens",
     "load_heldout",
     "pad_batch",
     "plan_batches",

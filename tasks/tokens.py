@@ -1,5 +1,6 @@
 """From text to token ids: which token begins a segment, and long texts in pieces."""
 
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,28 @@ def start_token(
             "padding is known by its place and not by its token."
         )
     return start, notes
+
+
+def delimiter_tokens(tokenizer: "PreTrainedTokenizerBase | None") -> np.ndarray:
+    """Which ids stand for punctuation or line breaks alone, spaces aside: (vocabulary,) bool.
+
+    None of them without a tokenizer: an array of length 1 that holds False.
+    """
+    if tokenizer is None:
+        return np.zeros(1, dtype=bool)
+    ids = range(len(tokenizer))
+    texts = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
+    special = set(tokenizer.all_special_ids)
+    return np.array(
+        [i not in special and _is_delimiter(text) for i, text in zip(ids, texts, strict=True)]
+    )
+
+
+def _is_delimiter(text: str) -> bool:
+    marks = text.strip(" \t")
+    return bool(marks) and all(
+        c in "\n\r" or unicodedata.category(c).startswith("P") for c in marks
+    )
 
 
 def tokenize(

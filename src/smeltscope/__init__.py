@@ -17,6 +17,8 @@ _LAZY = {
     "capture": ("smeltscope.activations", "capture"),
     "load_checkpoint": ("smeltscope.model", "load_checkpoint"),
     "open": ("smeltscope.activations", "open_run"),
+    "probe": ("smeltscope.api", "probe"),
+    "summarize": ("smeltscope.api", "summarize"),
     "tiny": ("smeltscope.model", "tiny"),
 }
 

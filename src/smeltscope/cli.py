@@ -13,12 +13,30 @@ from collections.abc import Sequence
 import click
 
 from smeltscope.errors import SmeltscopeError
+from smeltscope.registry import PROBES
 
-# name: (where the click command is, its line in --help)
+# name: (where the click command is, or what makes it from its name; its line in --help)
 PROBE_COMMANDS = {
-    "attention-sink": (
-        "smeltscope.commands.attention_sink:attention_sink",
-        "How much attention rests on the first token, by layer, head and visit.",
+    **{
+        name: ("smeltscope.commands.diagnostic:diagnostic", line)
+        for name, (_, line) in PROBES.items()
+    },
+    "batch": (
+        "smeltscope.commands.batch:batch",
+        "Every diagnostic in one pass over the text; resumes.",
+    ),
+    "show": (
+        "smeltscope.commands.show:show",
+        "The tables of a run file again, or its numbers as CSV.",
+    ),
+    "compare": (
+        "smeltscope.commands.compare:compare",
+        "Two runs over the same text: paired differences.",
+    ),
+    "dump": ("smeltscope.commands.dump:dump", "Write activations of chosen sites to HDF5."),
+    "list": (
+        "smeltscope.commands.list:list_all",
+        "The shipped checkpoints, the controls and the probes.",
     ),
 }
 SMELT_COMMANDS = {
@@ -40,7 +58,8 @@ class LazyGroup(click.Group):
         if cmd_name not in self.lazy:
             return None
         module, attribute = self.lazy[cmd_name][0].split(":")
-        command = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
+        command = found if isinstance(found, click.Command) else found(cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from smeltscope.activations import SITES, Capture, capture
+from smeltscope.activations import Capture, capture
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import TINY_MODELS, Execution, executions_of, tiny
 
@@ -195,7 +195,7 @@ def test_inklings_visits_in_order():
     begun, given = [], []
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_pre_hook(lambda *_, number=number: begun.append(number))
-    with torch.no_grad(), capture(model, SITES, lambda e, s, a: given.append((e, s))) as run:
+    with torch.no_grad(), capture(model, on_site=lambda e, s, a: given.append((e, s))) as run:
         model(tokens)
     assert run.executions == [
         Execution(index=i, layer=n, visit=v) for i, (n, v) in enumerate(order)
@@ -429,41 +429,10 @@ def test_gpt2_that_reorders_its_attention_is_refused():
         pass
 
 
-def _dory():
-    config = transformers.DoryConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        n_input_layers=1,
-        n_recurrent_layers=2,
-        n_output_layers=1,
-    )
-    return transformers.DoryForCausalLM(config)
-
-
-def _hrm_text():
-    config = transformers.HrmTextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        head_dim=16,
-    )
-    return transformers.HrmTextForCausalLM(config)
-
-
-@pytest.mark.parametrize("build", [_dory, _hrm_text])
-def test_looped_models_without_a_known_order_are_refused(build):
-    model = build()
-    with (
-        pytest.raises(SmeltscopeError, match=f"{model.config.model_type} runs its layers"),
-        capture(model),
-    ):
+def test_a_looped_model_without_a_known_order_is_refused():
+    model = tiny("llama")
+    model.config.model_type = "ouro"
+    with pytest.raises(SmeltscopeError, match="ouro runs its layers more than"), capture(model):
         pass
 
 
@@ -488,7 +457,7 @@ def test_a_loop_that_the_configuration_does_not_tell_is_noticed():
 def test_a_wrong_site():
     model = tiny("llama")
     with (
-        pytest.raises(SmeltscopeError, match="No site is called atention; there are attention"),
+        pytest.raises(SmeltscopeError, match=r"No site is called atention; there are .*attention"),
         capture(model, ["atention"]),
     ):
         pass

@@ -1,5 +1,6 @@
 """The run file: its protocol under kills, full disks, other processes and other people's files."""
 
+import dataclasses
 import errno
 import os
 import random
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from smeltscope.activations import RunWriter, Schema, Variable, attributes_of, open_run, store
+from smeltscope.activations import RunWriter, Schema, Variable, attributes_of, hdf5, open_run, store
 from smeltscope.errors import SmeltscopeError
 
 ROWS, EXECUTIONS, HEADS = 60, 5, 4
@@ -104,6 +105,27 @@ def test_it_opens_at_any_moment(tmp_path):
     assert attributes["seconds"] == 3.5
     assert attributes["identity"] == IDENTITY
     assert attributes["model_config"] == {"vocab_size": 256}
+
+
+def test_some_groups_alone(tmp_path):
+    """Of a run with many probes a page may hold one at a time; labels and segments always come along."""
+    out, schema, truth = tmp_path / "run.h5", a_schema(), numbers()
+    groups = {name: schema.groups["a_probe"] for name in ("first", "second", "third")}
+    writer = RunWriter(out, dataclasses.replace(schema, groups=groups))
+    writer.write(0, ROWS, {name: truth for name in groups})
+    for path in (partial_of(out), out):
+        assert set(open_run(path).children) == {"segments", "first", "second", "third"}
+        run = open_run(path, groups=["second"])
+        assert set(run.children) == {"segments", "second"}
+        assert np.array_equal(run["second/array_0"], truth["array_0"])
+        assert run["second"]["visit"].values.tolist() == [1, 1, 1, 2, 2]
+        assert run["segments/done"].all()
+        assert attributes_of(run)["identity"] == IDENTITY
+        assert set(open_run(path, groups=[]).children) == {"segments"}
+        with pytest.raises(SmeltscopeError, match="no group fourth; it has first, second"):
+            open_run(path, groups=["first", "fourth"])
+        if path != out:
+            writer.finish()
 
 
 def test_unfinished_runs_do_not_get_their_name(tmp_path):
@@ -393,7 +415,7 @@ def test_a_locked_file_is_waited_for(tmp_path):
 
 
 def test_a_lock_that_stays_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "_PATIENCE", 0.1)
+    monkeypatch.setattr(hdf5, "PATIENCE", 0.1)
     out = tmp_path / "run.h5"
     writer = RunWriter(out, a_schema())
     with h5py.File(partial_of(out), "r"), pytest.raises(SmeltscopeError, match="be written"):

@@ -348,7 +348,7 @@ def test_token_ids_that_the_model_lacks(refused: Refused, tmp_path: Path) -> Non
         ("--dtype", "float64"),
         ("--device", "gpu"),
         ("--device", "cpu:3"),
-        ("--visits", "0"),
+        ("--visits", "-1"),
         ("--visits", "two"),
         ("--seed", "-1"),
         ("--split-token", "-1"),

@@ -45,9 +45,8 @@ def run(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> xr.D
 
 @pytest.fixture(scope="session")
 def page(run: xr.DataTree, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from smeltscope.probes.attention_sink import summarize
-
-    return write_sink_page(run, summarize(run, draws=20), tmp_path_factory.mktemp("p") / "x.html")
+    summary = smeltscope.summarize(run, "attention-sink", draws=20)
+    return write_sink_page(run, summary, tmp_path_factory.mktemp("p") / "x.html")
 
 
 def of_size(summary: xr.Dataset) -> str:
@@ -84,11 +83,10 @@ def test_nothing_is_fetched_and_plotly_is_there_once(page: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written(run: xr.DataTree, tmp_path: Path) -> None:
-    from smeltscope.probes.attention_sink import summarize
-
+    summary = smeltscope.summarize(run, "attention-sink", draws=2)
     path = tmp_path / "no" / "x.html"
     with pytest.raises(smeltscope.SmeltscopeError, match=re.escape(str(path))):
-        write_sink_page(run, summarize(run, draws=2), path)
+        write_sink_page(run, summary, path)
     assert list(tmp_path.iterdir()) == []
 
 

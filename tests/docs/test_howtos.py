@@ -12,7 +12,7 @@ import smeltscope
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HOWTOS = ("transformer-lens.md", "nnsight.md")
-EXAMPLES = (*HOWTOS, "capture.md")
+EXAMPLES = (*HOWTOS, "capture.md", "dump.md")
 
 
 def python_of(page: Path) -> str:

@@ -6,6 +6,9 @@ from pathlib import Path
 import h5py
 import pytest
 
+from smeltscope.probes import group_name
+from smeltscope.registry import PROBES
+
 PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
 
 
@@ -28,7 +31,7 @@ def run_file(
     from smeltscope.cli import probe, run
 
     out = tmp_path_factory.mktemp("run") / "run.h5"
-    arguments = ["attention-sink", "--ckpt", str(tiny_checkpoint), "--data", str(text_folder)]
+    arguments = ["batch", "--ckpt", str(tiny_checkpoint), "--data", str(text_folder)]
     assert run(probe, [*arguments, "--tokens", "2k", "--out", str(out), "-q"]) == 0
     return out
 
@@ -36,15 +39,16 @@ def run_file(
 def test_the_page_names_what_lies_at_the_root(run_file: Path) -> None:
     with h5py.File(run_file) as file:
         arrays = {name for name in file if isinstance(file[name], h5py.Dataset)}
-        assert arrays - {"layer", "visit", "module"} | set(file.attrs) == set(
-            first_cells(sections()["Root"])
-        )
-        for name in ("layer", "visit", "module"):
+        labels = {"layer", "visit", "module", "visit_a", "visit_b"}
+        named = set(first_cells(sections()["Root"])) - {"num_visits"}  # of a sweep
+        assert arrays - labels | set(file.attrs) == named
+        for name in labels:
             assert f"`{name}`" in sections()["Root"]
-            assert file[name].dims[0].keys() == ["execution"]
+            on = "visit_pair" if name in ("visit_a", "visit_b") else "execution"
+            assert file[name].dims[0].keys() == [on]
 
 
-@pytest.mark.parametrize("group", ["segments", "attention_sink"])
+@pytest.mark.parametrize("group", ["segments", *map(group_name, PROBES)])
 def test_the_page_names_the_arrays_of_a_group(run_file: Path, group: str) -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| ([\w, ]+?) \|", sections()[f"Group `{group}`"], flags=re.MULTILINE
@@ -54,7 +58,8 @@ def test_the_page_names_the_arrays_of_a_group(run_file: Path, group: str) -> Non
             name: ", ".join(dim.keys()[0] for dim in array.dims)
             for name, array in file[group].items()
         }
-    assert dict(rows) == real
+    documented = {name: dims for name, dims in rows if not name.startswith("swept")}
+    assert documented == real
 
 
 def test_every_group_has_a_section(run_file: Path) -> None:

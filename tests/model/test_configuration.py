@@ -131,6 +131,25 @@ def test_another_number_of_visits_keeps_the_trained_scale() -> None:
     assert config_of(num_visits=1).with_visits(2).residual_scale == 1.0  # a Baseline's
 
 
+def test_no_visit_leaves_the_span_out() -> None:
+    trained = config_of(num_visits=2)
+    without = trained.with_visits(0)
+    assert order(without) == [(0, 1), (4, 1), (5, 1)] == order(without.with_visits(0))
+    assert (without.num_visits, without.num_hidden_layers, without.residual_scale) == (0, 3, 0.5)
+    assert executions_of(without) == without.executions
+    assert without.with_visits(2).to_dict() == trained.to_dict()
+
+
+@pytest.mark.parametrize("scale", [1, 0.5, 0.0])
+def test_another_residual_scale(scale: float) -> None:
+    baseline = config_of(num_visits=1)
+    looped = baseline.with_visits(2, scale)
+    assert [looped.write_scale(layer) for layer in range(6)] == [1, scale, scale, scale, 1, 1]
+    assert looped.with_visits(3).residual_scale == scale
+    assert baseline.residual_scale == 1.0  # left alone
+    assert SmeltConfig.from_dict(looped.to_dict()).residual_scale == scale
+
+
 def test_head_dim_defaults_to_an_equal_share() -> None:
     assert config_of().head_dim == 8
     assert config_of(head_dim=16).head_dim == 16
@@ -170,7 +189,9 @@ def test_a_saved_other_number_of_visits_loads_as_such(tmp_path: Path) -> None:
         ({"loop_start": 3, "loop_stop": 2}, "looped span 3:2 does not lie inside the stack of 6"),
         ({"loop_start": -1, "loop_stop": 2}, "looped span -1:2 does not lie inside"),
         ({"loop_start": 2, "loop_stop": 7}, "looped span 2:7 does not lie inside"),
-        ({"num_visits": 0}, "num_visits is 0; a layer is visited at least once"),
+        ({"num_visits": 0}, "num_visits is 0: a model that is made or stored has its span visited"),
+        ({"num_visits": -1}, "num_visits is -1; give 1 or more, or 0 to leave the span out"),
+        ({"residual_scale": float("nan")}, "residual_scale is nan; it must be a finite number"),
         ({"num_hidden_layers": 6}, "num_hidden_layers is 6, but 6 layers with 1:4 run 2 times"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_key_value"),
@@ -187,9 +208,13 @@ def test_contradictions_are_refused(values: dict[str, object], sentence: str) ->
         config_of(**values)
 
 
-def test_with_visits_refuses_no_visit() -> None:
-    with pytest.raises(SmeltscopeError, match="num_visits is 0"):
-        config_of().with_visits(0)
+def test_with_visits_refuses_what_cannot_run() -> None:
+    with pytest.raises(SmeltscopeError, match="num_visits is -2; give 1 or more, or 0"):
+        config_of().with_visits(-2)
+    with pytest.raises(SmeltscopeError, match="0 and the span is the whole stack: no layer would"):
+        config_of(loop_start=0, loop_stop=6).with_visits(0)
+    with pytest.raises(SmeltscopeError, match="residual_scale is inf"):
+        config_of().with_visits(2, float("inf"))
 
 
 def test_auto_classes_refuse_another_number_of_visits(tmp_path: Path) -> None:

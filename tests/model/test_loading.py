@@ -4,14 +4,24 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from smeltscope import SmeltscopeError
-from smeltscope.model import TINY_MODELS, SmeltForCausalLM, load_checkpoint, shipped_checkpoints
+from smeltscope.model import (
+    TINY_MODELS,
+    SmeltForCausalLM,
+    checkpoint_of,
+    load_checkpoint,
+    shipped_checkpoints,
+    with_visits,
+)
 from smeltscope.model import tiny as tiny_model
-from smeltscope.model.loading import choose_device, digest_of, find_checkpoint, load_model
+from smeltscope.model.checkpoint import digest_of
+from smeltscope.model.loading import choose_device, find_checkpoint, load_model
 
 Save = Callable[..., Path]
 
@@ -113,12 +123,124 @@ def test_sharded_weights(tiny_checkpoint: Path, tmp_path: Path) -> None:
 def test_another_number_of_visits(
     tiny_checkpoint: Path, tmp_path: Path, save_checkpoint: Save
 ) -> None:
-    model = load_model(tiny_checkpoint, visits=3)
+    def load(**options: Any) -> SmeltForCausalLM:
+        checkpoint = load_checkpoint(tiny_checkpoint, **options)
+        assert checkpoint.digest == digest_of(tiny_checkpoint)  # of what is stored
+        assert isinstance(checkpoint.model, SmeltForCausalLM)
+        return checkpoint.model
+
+    model = load(visits=3)
     assert model.config.num_visits == 3 and len(model.model.layers) == 12
     assert model.config.residual_scale == 0.5  # as trained
+    assert len(load(visits=0).model.layers) == 3
+    other = load(residual_scale=0.25).config
+    assert (other.num_visits, other.residual_scale) == (2, 0.25)
+    other = load(visits=4, residual_scale=0.25).config
+    assert (other.num_visits, other.residual_scale) == (4, 0.25)
+    with pytest.raises(SmeltscopeError, match="num_visits is -1; give 1 or more, or 0"):
+        load(visits=-1)
     llama = save_checkpoint(tmp_path / "llama", "llama")
-    with pytest.raises(SmeltscopeError, match="--visits"):
-        load_model(llama, visits=2)
+    for options in ({"visits": 2}, {"residual_scale": 1.0}):
+        with pytest.raises(SmeltscopeError, match=r"--visits and --residual-scale .* is a Llama"):
+            load_checkpoint(llama, **options)
+
+
+@pytest.mark.parametrize("kind", TINY_MODELS)
+def test_untrained(kind: str, tmp_path: Path, save_checkpoint: Save) -> None:
+    """The configuration as it is, the weights as transformers draws them with seed 0."""
+    folder = save_checkpoint(tmp_path, kind)
+    trained = load_checkpoint(folder)
+    (folder / "model.safetensors").unlink()  # nothing of it is read
+    checkpoint = load_checkpoint(folder, untrained=True)
+    assert checkpoint.name == f"{folder} (untrained)" and checkpoint.tokenizer is not None
+    assert not checkpoint.model.training and checkpoint.model.dtype == torch.float32
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    expected = AutoModelForCausalLM.from_config(config).state_dict()
+    for name, weight in checkpoint.model.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    again = load_checkpoint(folder, untrained=True, dtype="bfloat16")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert again.digest == checkpoint.digest != trained.digest
+    assert again.model.dtype == torch.bfloat16
+    weights = zip(again.model.parameters(), checkpoint.model.parameters(), strict=True)
+    assert all(torch.equal(a, b.to(torch.bfloat16)) for a, b in weights)
+
+
+def test_untrained_with_other_visits(tiny_checkpoint: Path) -> None:
+    plain = load_checkpoint(tiny_checkpoint, untrained=True)
+    looped = load_checkpoint(tiny_checkpoint, untrained=True, visits=3, residual_scale=1.0)
+    assert looped.model.config.num_visits == 3 and looped.digest == plain.digest
+    assert torch.equal(
+        looped.model.model.layers[8].self_attn.q_proj.weight,
+        plain.model.model.layers[2].self_attn.q_proj.weight,
+    )
+
+
+def test_one_place_for_a_model(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SmeltscopeError, match=r"give one of them"):
+        load_checkpoint(tiny_checkpoint, device="cpu", device_map="auto")
+    with pytest.raises(SmeltscopeError, match=r"give one of them"):
+        load_checkpoint(tiny_checkpoint, tensor_parallel=True, device_map="auto")
+    with pytest.raises(SmeltscopeError, match=r"start them with torchrun"):
+        load_checkpoint(tiny_checkpoint, tensor_parallel=True)
+    for changes in ({"visits": 3}, {"residual_scale": 1.0}, {"untrained": True}):
+        with pytest.raises(SmeltscopeError, match=r"need the whole model on one device"):
+            load_checkpoint(tiny_checkpoint, device_map="auto", **changes)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert load_checkpoint(tiny_checkpoint, tensor_parallel=True).model.config.num_visits == 2
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SmeltscopeError, match=r"2 key/value heads, which 4 processes cannot share"):
+        load_checkpoint(tiny_checkpoint, tensor_parallel=True)
+
+
+def test_biases_are_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(attention_bias=True).save_pretrained(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SmeltscopeError, match=r"attention_bias cannot be split"):
+        load_checkpoint(tmp_path, tensor_parallel=True)
+
+
+@pytest.mark.parametrize("kind", ["smelt", "llama", "hrm_text"])
+def test_a_device_map(kind: str, tmp_path: Path, save_checkpoint: Save) -> None:
+    folder = save_checkpoint(tmp_path, kind)
+    spread, whole = load_checkpoint(folder, device_map="auto"), load_checkpoint(folder)
+    assert spread.digest == whole.digest and not spread.model.training
+    ids = torch.arange(1, 9)[None].to(spread.model.device)
+    with torch.no_grad():
+        difference = spread.model(ids).logits.cpu() - whole.model(ids).logits.cpu()
+    assert difference.abs().max() < 1e-5
+    with pytest.raises(SmeltscopeError, match=r"could not be loaded: .*device_map"):
+        load_checkpoint(folder, device_map="nonsense")
+
+
+def test_accelerate_keeps_visits_together(tmp_path: Path) -> None:
+    """On two devices, a layer's weights are on one of them; and from the disk, logits are the same."""
+    from accelerate import infer_auto_device_map
+
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    size = sum(p.numel() * 4 for p in model.parameters())
+    memory = {0: size // 2 + 20_000, 1: size, "cpu": size}
+    where = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
+    devices = [where[f"model.layers.{i}"] for i in range(9)]
+    assert set(devices) == {0, 1} and devices[1:4] == devices[4:7]
+    offloaded = SmeltForCausalLM.from_pretrained(
+        tmp_path / "model",
+        device_map="auto",
+        max_memory={"cpu": size // 2},
+        offload_folder=tmp_path / "disk",
+    )
+    assert any(p.device.type == "meta" for p in offloaded.parameters())
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert (offloaded(ids).logits - model(ids).logits).abs().max() < 1e-5
+    for change in (lambda: with_visits(offloaded, 3), lambda: checkpoint_of(offloaded)):
+        with pytest.raises(SmeltscopeError, match="without offloading"):
+            change()
 
 
 def test_nothing_is_printed_and_settings_are_put_back(
@@ -178,6 +300,8 @@ def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert find_checkpoint("someone/something") == tmp_path
     find_checkpoint("someone/something", allow_pickle=True, trust_remote_code=True)
+    find_checkpoint("someone/something", weights=False, allow_pickle=True)
+    assert not {"*.safetensors", "pytorch_model*.bin"} & set(asked[2])
     assert "*.safetensors" in asked[0]
     assert not {"*.py", "pytorch_model*.bin"} & set(asked[0])
     assert {"*.safetensors", "*.py", "pytorch_model*.bin"} <= set(asked[1])

@@ -480,6 +480,37 @@ def test_another_number_of_visits_needs_weights() -> None:
         with_visits(empty, 3)
 
 
+@pytest.mark.parametrize("trained", [1, 2])
+@pytest.mark.parametrize(("visits", "scale"), [(0, None), (2, 1.0), (2, 0.5), (3, 0.0), (1, 0.25)])
+def test_visits_and_residual_scale_can_be_set_apart(
+    trained: int, visits: int, scale: float | None
+) -> None:
+    model, ids = smelt(num_visits=trained), tokens(1, 5)
+    before = logits_of(model, ids)
+    other = with_visits(model, visits, scale)
+    used = 1 / trained if scale is None else scale
+    expected = reference_logits(model, ids[0], span=(1, 4), visits=visits, scale=used)
+    assert max_error(logits_of(other, ids)[0], expected) < ROUNDING
+    assert other.config.residual_scale == used
+    assert torch.equal(logits_of(model, ids), before)
+
+
+def test_a_model_without_its_span_generates_and_keeps_to_itself(tmp_path: Path) -> None:
+    model, ids = smelt(), tokens(1, 5)
+    model.save_pretrained(tmp_path / "model")
+    without = SmeltForCausalLM.from_pretrained(tmp_path / "model", num_visits=0)
+    assert len(without.model.layers) == 3
+    generated = without.generate(ids, max_new_tokens=3, do_sample=False)
+    again = without.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False)
+    assert torch.equal(generated, again)
+    for holder in (without, without.model):
+        with pytest.raises(SmeltscopeError, match="does not hold the layers of its span, and a ch"):
+            holder.save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without").exists()
+    with pytest.raises(SmeltscopeError, match="change the number of visits of the model it was"):
+        with_visits(without, 2)
+
+
 def test_the_auto_classes_refuse_another_number_of_visits(tmp_path: Path) -> None:
     smelt().save_pretrained(tmp_path)
     for loader in (AutoModelForCausalLM, AutoModel):

@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
+import xarray as xr
 
+from smeltscope.activations import open_run
 from smeltscope.model import Checkpoint, tiny
+from smeltscope.probes import RunOptions, run_probes
 from smeltscope.tasks import DocumentInfo, HeldOut
 
 
@@ -54,3 +58,39 @@ def make_heldout() -> Callable[..., HeldOut]:
 @pytest.fixture(scope="session")
 def make_checkpoint() -> Callable[..., Checkpoint]:
     return _checkpoint
+
+
+@pytest.fixture
+def make_run(tmp_path) -> Callable[..., xr.DataTree]:
+    """Run probes on segments of some lengths of a tiny model: the run, opened."""
+
+    def run(probes, lengths=(40, 33, 70, 2, 1), name="smelt", *, options=None, **overrides):
+        checkpoint, heldout = _checkpoint(name, **overrides), _heldout(lengths)
+        chosen = options or RunOptions(max_length=max(lengths), batch_tokens=300)
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
+        return open_run(run_probes(checkpoint, heldout, probes, out, chosen))
+
+    return run
+
+
+def _assert_same_bits(one: str | Path, other: str | Path) -> None:
+    with h5py.File(one) as a, h5py.File(other) as b:
+        names: list[str] = []
+        a.visit(names.append)
+        others: list[str] = []
+        b.visit(others.append)
+        assert names == others and names
+        for name in names:
+            if isinstance(a[name], h5py.Dataset):
+                assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+                if a[name].dtype.kind == "f":
+                    assert a[name][...].tobytes() == b[name][...].tobytes(), name
+                else:
+                    assert np.array_equal(a[name][...], b[name][...]), name
+        assert a.attrs["identity"] == b.attrs["identity"]
+
+
+@pytest.fixture(scope="session")
+def assert_same_bits() -> Callable[..., None]:
+    """Holds for two run files with the same numbers to the last bit."""
+    return _assert_same_bits

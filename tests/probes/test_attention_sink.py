@@ -1,6 +1,10 @@
 """attention-sink against loops over the models' own eager attention, in float64, and exact values."""
 
 import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +12,18 @@ import torch
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from smeltscope.activations import Attention, capture, open_run
 from smeltscope.activations.attention import attend
-from smeltscope.model import tiny
-from smeltscope.probes import AttentionSink, ModelShape, RunOptions, run_probes
-from smeltscope.probes.attention_sink import measure_sink, position_edges, sentence, summarize
+from smeltscope.model import executions_of, tiny
+from smeltscope.probes import AttentionSink, RunOptions, run_probes, summarize
+from smeltscope.probes.attention_sink import depth_profile, measure_rows, measure_sink
+from smeltscope.probes.positions import position_edges
+from smeltscope.probes.regions import TEXT_REGIONS, TextRegions
+from smeltscope.probes.rows import rows_of
+from smeltscope.probes.runner import empty_arrays, model_shape
+from smeltscope.probes.sampling import Sample
 
 EXACT = 1e-5
 UNIFORM = {16: 0.2113, 64: 0.0741, 256: 0.0239, 1024: 0.00733, 4096: 0.00217}
@@ -286,14 +296,18 @@ def test_identical_visits_do_not_change(run_of, make_checkpoint):
     """When the span writes nothing, the second visit sees what the first saw: a change of exactly 0."""
     checkpoint = make_checkpoint("smelt", residual_scale=0.0)
     run = run_of(checkpoint, [80, 64, 40, 12, 3, 2])
-    summary = summarize(run, draws=50)
+    summary = summarize(run, AttentionSink(), draws=50)
     later = summary["visit"].values > 1
     assert later.sum() == 3
     for end in ("", "_low", "_high"):
         assert (summary[f"change{end}"].values[later] == 0).all()
         assert np.isnan(summary[f"change{end}"].values[~later]).all()
         assert summary[f"change_overall{end}"] == 0
-    assert "minus visit 1: +0 [+0, +0], lower in 0 of 12 heads" in sentence(summary)
+        regions = summary[f"region_change_overall{end}"]
+        assert (regions[regions.region != "delimiter"] == 0).all()
+    text = AttentionSink().sentence(summary)
+    assert "minus visit 1: +0 [+0, +0], lower in 0 of 12 heads" in text
+    assert "first +0 [+0, +0], self +0 [+0, +0]" in text and "delimiter" not in text
     data = run["attention_sink"].dataset
     first = {int(e): i for i, e in enumerate(data["layer"].values) if data["visit"].values[i] == 1}
     for name, array in data.data_vars.items():
@@ -308,7 +322,8 @@ def test_identical_visits_do_not_change(run_of, make_checkpoint):
 
 
 def test_different_visits_do_change(run_of, make_checkpoint):
-    summary = summarize(run_of(make_checkpoint("smelt"), [80, 64, 40, 12]), draws=50)
+    run = run_of(make_checkpoint("smelt"), [80, 64, 40, 12])
+    summary = summarize(run, AttentionSink(), draws=50)
     later = summary["visit"].values > 1
     assert (np.abs(summary["change"].values[later]) > 0).all()
 
@@ -316,7 +331,7 @@ def test_different_visits_do_change(run_of, make_checkpoint):
 def test_summary_like_slow_averages(run_of, make_checkpoint):
     lengths = [90, 70, 64, 33, 17, 6, 3, 2]
     run = run_of(make_checkpoint("gpt_oss"), lengths, per_document=2)
-    summary, data = summarize(run, draws=100), run["attention_sink"].dataset
+    summary, data = summarize(run, AttentionSink(), draws=100), run["attention_sink"].dataset
     assert summary.attrs["segments"] == 8 and summary.attrs["documents"] == 4
     assert summary.attrs["tokens"] == sum(lengths)
     values = {name: array.values.astype(np.float64) for name, array in data.data_vars.items()}
@@ -346,8 +361,10 @@ def test_summary_like_slow_averages(run_of, make_checkpoint):
 
 def test_nearby_mass_of_short_segments_counts(run_of, make_checkpoint):
     """Segments shorter than the nearby keys: no mass there is mass 0, not a missing number."""
-    together = summarize(run_of(make_checkpoint("llama"), [3, 3, 40]), draws=0)
-    apart = summarize(run_of(make_checkpoint("llama"), [3, 3, 40], batch_tokens=40), draws=0)
+    together, apart = (
+        summarize(run_of(make_checkpoint("llama"), [3, 3, 40], **options), AttentionSink(), draws=0)
+        for options in ({}, {"batch_tokens": 40})
+    )
     for name in ("nearby_mass", "sink_mass", "sink_mass_by_position", "heaviest_mass"):
         np.testing.assert_allclose(apart[name], together[name], atol=1e-6, err_msg=name)
     run = run_of(make_checkpoint("llama"), [3, 3, 4])
@@ -357,17 +374,357 @@ def test_nearby_mass_of_short_segments_counts(run_of, make_checkpoint):
 
 
 def test_one_token_segments_are_no_evidence(run_of, make_checkpoint):
-    summary = summarize(run_of(make_checkpoint("smelt"), [1, 1, 1]), draws=20)
-    assert np.isnan(summary["sink_mass"]).all()
-    assert np.isnan(summary["heaviest_is_first"]).all()
-    assert np.isnan(summary["change_overall"])
-    sentence(summary)
+    summary = summarize(run_of(make_checkpoint("smelt"), [1, 1, 1]), AttentionSink(), draws=20)
+    for name, values in summary.data_vars.items():
+        if not name.startswith("queries"):
+            assert np.isnan(values).all(), name
+    AttentionSink().sentence(summary)
 
 
-def test_dimensions_hold_what_is_measured():
-    shape = ModelShape(executions=[], modules=[], heads=4, max_length=100)
+def test_dimensions_hold_what_is_measured(make_checkpoint, make_heldout):
+    shape = model_shape(make_checkpoint("smelt"), make_heldout([100]), 100)
     dimensions = AttentionSink().dimensions(shape)
     assert dimensions["position"].tolist() == [0, 1, 2, 4, 8, 16, 32, 64]
     for variable in AttentionSink().variables(shape).values():
         assert variable.dims[:2] == ("segment", "execution")
-        assert set(variable.dims) <= {"segment", "execution", "head", *dimensions}
+        shared = {"segment", "execution", "head", "kv_head", "region"}
+        assert set(variable.dims) <= shared | {*dimensions}
+
+
+# --- sampled queries: regions, entropy, what the first token adds; what the first token is like ---
+
+
+def region_of(key: int, query: int, delimiter) -> int:
+    if key == 0:
+        return 0
+    if key == query:
+        return 1
+    if key == query - 1:
+        return 2
+    if query - key < 8:
+        return 3
+    return 4 if delimiter[key] else 5
+
+
+def slowly_sampled(attention: np.ndarray, value: np.ndarray, queries, delimiter) -> dict:
+    """Every number over sampled queries of one segment by its definition: attention (H, T, T), value (G, T, D)."""
+    heads = len(attention)
+    queries = [q for q in queries if attention[0, q, 0] > 0]
+    out = {
+        "sampled_queries": len(queries),
+        "region_mass_sum": np.zeros((heads, 6)),
+        "region_uniform_sum": np.zeros(6),
+        "entropy_sum": np.zeros(heads),
+        "relative_entropy_sum": np.zeros(heads),
+        "first_share_sum": np.zeros(heads),
+        "first_share_queries": np.zeros(heads),
+    }
+    for q in queries:
+        keys = [k for k in range(q + 1) if attention[0, q, k] > 0]
+        for k in keys:
+            region = region_of(k, q, delimiter)
+            out["region_uniform_sum"][region] += 1 / len(keys)
+            out["region_mass_sum"][:, region] += attention[:, q, k]
+        for h in range(heads):
+            p = attention[h, q, keys] / attention[h, q, keys].sum()
+            entropy = -sum(x * np.log(x) for x in p)
+            out["entropy_sum"][h] += entropy
+            out["relative_entropy_sum"][h] += entropy / np.log(len(keys))
+            v = value[h * len(value) // heads]
+            read = sum(attention[h, q, k] * v[k] for k in keys)
+            if np.linalg.norm(read) > 0:
+                share = np.linalg.norm(attention[h, q, 0] * v[0]) / np.linalg.norm(read)
+                out["first_share_sum"][h] += share
+                out["first_share_queries"][h] += 1
+    return out
+
+
+@contextmanager
+def eagerly(model) -> Iterator[tuple[list, list]]:
+    """What a model's own eager attention is given and makes, and what its layers are given, by execution."""
+    eager, kernel, residual = copy.deepcopy(model), [], []
+    eager.set_attn_implementation("eager")
+    own = sys.modules[type(next(m for m in eager.modules() if hasattr(m, "layer_idx"))).__module__]
+    original = own.eager_attention_forward
+
+    def forward(module, query, key, value, *args, **kwargs):
+        output, weights = original(module, query, key, value, *args, **kwargs)
+        if hasattr(module, "layer_idx"):
+            kernel.append([x.detach().double().numpy() for x in (weights, key, value)])
+        return output, weights
+
+    for layer in eager.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: residual.append(
+                    (args[0] if args else kwargs["hidden_states"]).detach().double().numpy()
+                ),
+                with_kwargs=True,
+            )
+    own.eager_attention_forward = forward
+    try:
+        yield eager, kernel, residual
+    finally:
+        own.eager_attention_forward = original
+
+
+def norms(x: np.ndarray, length: int) -> tuple:
+    """Norm of the first of `length` vectors (..., T, size), and those of the others summed."""
+    norm = np.linalg.norm(x, axis=-1)
+    return norm[..., 0], norm[..., 1:length].sum(-1)
+
+
+@pytest.mark.parametrize("variant", [*MODELS, "gpt2", "dory", "hrm_text"])
+def test_sampled_queries_like_slow_loops(make_run, make_heldout, variant):
+    """All queries sampled; ragged segments, one of one token and one of two, padded on the right."""
+    name, overrides = variant.split(",")[0], MODELS.get(variant, {})
+    lengths = [30, 12, 2, 1]
+    options = RunOptions(max_length=30, batch_tokens=400)
+    run = make_run([AttentionSink()], lengths, name, options=options, **overrides)
+    data, heldout, model = (
+        run["attention_sink"].dataset,
+        make_heldout(lengths),
+        tiny(name, **overrides),
+    )
+    for row, length in enumerate(lengths):  # the longest come first in the run, as here
+        tokens = torch.from_numpy(heldout.segment(row)).long()[None]
+        with eagerly(model) as (eager, kernel, residual), torch.no_grad():
+            eager(tokens, use_cache=False)
+        assert len(kernel) == len(residual) == len(executions_of(model.config))
+        for e, ((attention, key, value), x) in enumerate(zip(kernel, residual, strict=True)):
+            expected = slowly_sampled(
+                attention[0], value[0], range(1, length), np.zeros(length, dtype=bool)
+            )
+            pairs = {"residual": x[0], "key": key[0], "value": value[0]}
+            for which, vectors in pairs.items():
+                first, others = norms(vectors, length)
+                expected |= {f"first_{which}_norm": first, f"{which}_norm_sum": others}
+            for n, wanted in expected.items():
+                found = data[n].values[row, e]
+                np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=2e-5, err_msg=n)
+            total = data["region_mass_sum"].values[row, e].sum(-1)
+            learned = np.nan_to_num(data["learned_sink_mass_sum"].values[row, e])
+            np.testing.assert_allclose(total + learned, data["queries"].values[row, e], rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3), st.sampled_from([(1, 1), (4, 2)]), st.integers(1, 60), st.integers(0, 10**6)
+)
+def test_measure_rows_on_made_attention(rows, heads, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, heads[0], length, length, generator=generator) * 3
+    window = int(torch.randint(1, 2 * length + 1, (), generator=generator))
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    probabilities = scores.masked_fill(~((k <= q) & (q - k < window)), -torch.inf).softmax(-1)
+    value = torch.randn(rows, heads[1], length, 3, generator=generator)
+    delimiter = torch.rand(rows, length, generator=generator) < 0.3
+    chosen = [
+        sorted({int(x) for x in torch.randint(1, length, (9,), generator=generator)})
+        if length > 1
+        else []
+        for _ in range(rows)
+    ]
+    positions = torch.tensor([[*c, *[max(length - 1, 0)] * (9 - len(c))] for c in chosen])
+    valid = torch.arange(9) < torch.tensor([len(c) for c in chosen])[:, None]
+    attention = replace(dense_attention(probabilities), value=value)
+    pv = (probabilities @ value.repeat_interleave(heads[0] // heads[1], 1)).transpose(1, 2)
+    sampled = rows_of(attention, Sample(positions=positions, valid=valid))
+    measured = measure_rows(sampled, attention, pv, TextRegions(delimiter=delimiter))
+    for row in range(rows):
+        expected = slowly_sampled(
+            probabilities[row].double().numpy(),
+            value[row].double().numpy(),
+            chosen[row],
+            delimiter[row],
+        )
+        found = {n: t[row].numpy() for n, t in measured.items()}
+        share = expected.pop("first_share_sum")  # of a small output, so relative
+        np.testing.assert_allclose(found.pop("first_share_sum"), share, atol=1e-5, rtol=1e-3)
+        compare(found, expected, scale=3)
+
+
+def all_rows(attention: Attention, pv: torch.Tensor, **regions) -> dict[str, torch.Tensor]:
+    """`measure_rows` over every query but the first."""
+    length = attention.query.shape[2]
+    positions = torch.arange(1, length).expand(len(attention.query), -1)
+    sample = Sample(positions=positions, valid=torch.ones_like(positions, dtype=torch.bool))
+    delimiter = torch.zeros(len(positions), length, dtype=torch.bool)
+    regions = TextRegions(delimiter=delimiter)
+    return measure_rows(rows_of(attention, sample), attention, pv, regions)
+
+
+def test_uniform_attention_has_all_the_entropy_there_is():
+    length = 300
+    attention = uniform(length)
+    numbers = all_rows(attention, torch.ones(1, length, 1, 4))
+    n = numbers["sampled_queries"].item()
+    assert n == 299
+    assert numbers["relative_entropy_sum"].item() == pytest.approx(n, rel=1e-6)
+    entropy = sum(np.log(q + 1) for q in range(1, length))
+    assert numbers["entropy_sum"].item() == pytest.approx(entropy, rel=1e-6)
+    torch.testing.assert_close(numbers["region_mass_sum"][:, 0], numbers["region_uniform_sum"])
+    harmonic = sum(1 / i for i in range(2, length + 1))
+    by_region = dict(zip(TEXT_REGIONS, numbers["region_uniform_sum"][0].tolist(), strict=True))
+    assert by_region["first"] == pytest.approx(harmonic, rel=1e-6)
+    assert by_region["self"] == pytest.approx(harmonic, rel=1e-6)
+    assert by_region["previous"] == pytest.approx(harmonic - 1 / 2, rel=1e-6)  # key 0 is `first`
+    assert by_region["delimiter"] == 0
+    assert sum(by_region.values()) == pytest.approx(n, rel=1e-6)
+
+
+def test_all_mass_on_the_first_token():
+    """No entropy, and all that a head reads is the first token's value."""
+    length = 50
+    value = torch.randn(1, 1, length, 4, generator=torch.Generator().manual_seed(0))
+    # What has no mass at all would count as hidden.
+    attention = replace(dense_attention(on_key(0, length).tril().clamp(min=1e-30)), value=value)
+    pv = value[:, :, :1].expand(-1, -1, length, -1).transpose(1, 2)
+    numbers = all_rows(attention, pv)
+    by_region = numbers["region_mass_sum"][0, 0].tolist()
+    assert by_region == pytest.approx([49, 0, 0, 0, 0, 0], abs=1e-20)
+    for name in ("entropy_sum", "relative_entropy_sum"):
+        assert numbers[name].item() == pytest.approx(0, abs=1e-20)
+    assert numbers["first_share_sum"].item() == pytest.approx(49, rel=1e-6)
+    # A sink without a value of its own does nothing, however much mass it has.
+    silent = replace(attention, value=value * (torch.arange(length) > 0)[:, None])
+    assert all_rows(silent, pv)["first_share_sum"].item() == 0
+    # Zero outputs have no share.
+    nothing = all_rows(attention, torch.zeros_like(pv))
+    assert nothing["first_share_queries"].item() == nothing["first_share_sum"].item() == 0
+
+
+def test_without_a_tokenizer_there_are_no_delimiters(run_of, make_checkpoint, byte_tokenizer):
+    checkpoint = make_checkpoint("smelt")
+    lengths = [90, 70, 64, 33]
+    without = summarize(run_of(checkpoint, lengths), AttentionSink(), draws=20)
+    tokenizer = byte_tokenizer(bos_token="<s>")
+    with_them = summarize(
+        run_of(replace(checkpoint, tokenizer=tokenizer), lengths), AttentionSink(), draws=20
+    )
+    names = ("region_mass", "region_mass_mean", "region_uniform", "region_change_overall")
+    for name in names:
+        assert np.isnan(without[name].sel(region="delimiter")).all()
+        assert np.isfinite(without[name].sel(region="rest")).any()
+        assert np.isfinite(with_them[name].sel(region="delimiter")).any()
+    for summary in (without, with_them):
+        np.testing.assert_allclose(summary["region_mass"].sum("region"), 1, atol=1e-6)
+        np.testing.assert_allclose(summary["region_uniform"].sum("region"), 1, atol=1e-6)
+    # What the delimiters have was the rest's.
+    moved = with_them["region_mass"].sel(region=["delimiter", "rest"]).sum("region")
+    np.testing.assert_allclose(moved, without["region_mass"].sel(region="rest"), atol=1e-6)
+    assert float(with_them["region_mass"].sel(region="delimiter").min()) > 0
+
+
+def test_summary_of_sampled_queries_like_slow_averages(run_of, make_checkpoint):
+    run = run_of(
+        make_checkpoint("smelt", num_visits=3), [90, 70, 64, 33, 17, 6, 1, 2], per_document=2
+    )
+    summary, data = summarize(run, AttentionSink(), draws=100), run["attention_sink"].dataset
+    values = {name: array.values.astype(np.float64) for name, array in data.data_vars.items()}
+    sampled = values["sampled_queries"].sum(0)  # (execution,)
+    tokens = run["segments"].dataset["tokens"].values
+    for e in range(12):
+        first = {1: 1, 2: 2, 3: 3}.get(int(summary["layer"][e]))
+        for h in range(4):
+            mass = values["region_mass_sum"][:, e, h].sum(0) / sampled[e]
+            mass[TEXT_REGIONS.index("delimiter")] = np.nan
+            np.testing.assert_allclose(summary["region_mass"][e, h], mass)
+            if summary["visit"][e] > 1:
+                change = mass - summary["region_mass"][first, h]
+                np.testing.assert_allclose(summary["region_change"][e, h], change)
+            share = (
+                values["first_share_sum"][:, e, h].sum()
+                / values["first_share_queries"][:, e, h].sum()
+            )
+            np.testing.assert_allclose(summary["first_share"][e, h], share)
+            entropy = values["relative_entropy_sum"][:, e, h].sum() / sampled[e]
+            np.testing.assert_allclose(summary["relative_entropy"][e, h], entropy)
+        np.testing.assert_allclose(
+            summary["relative_entropy_mean"][e], summary["relative_entropy"][e].mean()
+        )
+        np.testing.assert_allclose(
+            summary["region_mass_mean"][e], summary["region_mass"][e].mean("head")
+        )
+        # Each segment's first token beside the mean of its other tokens, every other token alike.
+        ratio = sum((tokens[s] - 1) * values["first_residual_norm"][s, e] for s in range(8)) / sum(
+            values["residual_norm_sum"][s, e] for s in range(8)
+        )
+        np.testing.assert_allclose(summary["first_residual_norm"][e], ratio)
+    later = summary["visit"].values > 1
+    np.testing.assert_allclose(
+        summary["region_change_overall"],
+        summary["region_change"][later].mean(["execution", "head"]),
+    )
+    assert np.isnan(summary["region_change"].values[~later]).all()
+    text = AttentionSink().sentence(summary)
+    assert "at visit 3" in text and "rest " in text
+
+
+def test_a_model_with_one_visit(run_of, make_checkpoint):
+    summary = summarize(run_of(make_checkpoint("gpt2"), [40, 30, 12]), AttentionSink(), draws=20)
+    assert np.isnan(summary["region_change"]).all() and np.isnan(summary["change_overall"])
+    assert np.isfinite(summary["first_share"]).all()
+    text = AttentionSink().sentence(summary)
+    assert "No layer is visited twice" in text and "nan" not in text
+
+
+def test_bfloat16(run_of, make_checkpoint):
+    """In 16 bits only the model itself rounds: what is measured stays near, and masses sum to 1."""
+    exact, rounded = (
+        summarize(run_of(make_checkpoint("smelt", dtype=t), [90, 64, 33]), AttentionSink(), draws=0)
+        for t in (torch.float32, torch.bfloat16)
+    )
+    bounds = {"region_mass": 0.02, "relative_entropy": 0.02, "first_share": 0.03}
+    bounds |= {"first_residual_norm": 0.03, "first_key_norm": 0.03, "first_value_norm": 0.03}
+    for quantity, bound in bounds.items():
+        assert float(np.abs(exact[quantity] - rounded[quantity]).max()) < bound, quantity
+    np.testing.assert_allclose(rounded["region_mass"].sum("region"), 1, atol=1e-5)
+
+
+def test_progress(make_checkpoint, make_heldout):
+    probe = AttentionSink()
+    for name, labels in (
+        ("smelt", ["sink at visit 1", "at later visits"]),
+        ("llama", ["sink"]),
+    ):
+        shape = model_shape(make_checkpoint(name), make_heldout([9]), 9)
+        arrays = empty_arrays(probe, shape, 2)
+        arrays["queries"][:] = 8
+        arrays["sink_mass_sum"][:] = np.arange(len(shape.executions))[:, None] * 4
+        found = probe.progress(arrays, shape)
+        assert list(found) == labels
+        means = [total / count for total, count in found.values()]
+        # Layers 1, 2, 3 at executions 1, 2, 3 and again at 4, 5, 6.
+        assert means == ([1.0, 2.5] if name == "smelt" else [0.5])
+
+
+def made_summary(layers: list[int], visits: list[int], mass: float) -> xr.Dataset:
+    values = mass + 0.01 * np.arange(len(layers))
+    names = [n + end for n in ("sink_mass_mean", "uniform") for end in ("", "_low", "_high")]
+    return xr.Dataset(
+        {name: ("execution", values + i) for i, name in enumerate(names)}
+        | {"sink_mass": (("execution", "head"), np.zeros((len(layers), 2)))},
+        coords={
+            "execution": np.arange(len(layers)),
+            "layer": ("execution", layers),
+            "visit": ("execution", visits),
+        },
+    )
+
+
+def test_depth_profile():
+    looped = made_summary([0, 1, 2, 1, 2, 3], [1, 1, 1, 2, 2, 1], 0.3)
+    baseline = made_summary([0, 1, 2, 3], [1, 1, 1, 1], 0.2)
+    profile = depth_profile(looped, baseline)
+    assert profile.sizes == {"row": 10}
+    assert profile["run"].values.tolist() == ["model"] * 6 + ["baseline"] * 4
+    assert profile["layer"].values.tolist() == [0, 1, 2, 1, 2, 3, 0, 1, 2, 3]
+    assert profile["visit"].values.tolist() == [1, 1, 1, 2, 2, 1, 1, 1, 1, 1]
+    depth = [*np.arange(6) / 5, *np.arange(4) / 3]
+    np.testing.assert_allclose(profile["depth"], depth)
+    for name in ("sink_mass_mean", "sink_mass_mean_low", "sink_mass_mean_high", "uniform"):
+        together = [*looped[name].values, *baseline[name].values]
+        assert profile[name].values.tolist() == together
+    one_layer = made_summary([0], [1], 0.1)
+    assert depth_profile(one_layer, one_layer)["depth"].values.tolist() == [0, 0]

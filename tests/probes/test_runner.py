@@ -6,15 +6,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
 
 from smeltscope.activations import attributes_of, capture, open_run
 from smeltscope.errors import SmeltscopeError
-from smeltscope.probes import AttentionSink, RunOptions, run_probes
-from smeltscope.probes.attention_sink import measure_sink, summarize
+from smeltscope.model import with_visits
+from smeltscope.probes import AttentionSink, RunOptions, run_probes, summarize
+from smeltscope.probes.attention_sink import measure_sink
 from smeltscope.tasks import HeldOut, plan_batches
 
 LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
@@ -110,10 +110,15 @@ def test_what_the_file_says_about_the_run(probe, make_checkpoint, make_heldout):
         "checkpoint_digest": "smelt []",
         "data_digest": f"{LENGTHS} 0",
         "visits": 2,
+        "residual_scale": 0.5,
+        "device": "cpu",
+        "tensor_parallel": 1,
         "dtype": "float32",
         "max_length": 128,
         "batch_tokens": 300,
         "seed": 0,
+        "sampled_queries": 64,
+        "sampled_tokens": 64,
         "probes": {"attention-sink": {"include_first": False}},
     }
     assert attributes["model_type"] == "smelt"
@@ -131,7 +136,7 @@ def test_the_same_run_twice_gives_the_same_bits(probe, make_checkpoint, make_hel
 
 def test_a_model_with_one_visit(probe, make_checkpoint, make_heldout):
     run = probe(make_checkpoint("baseline"), make_heldout(LENGTHS))
-    summary = summarize(run, draws=20)
+    summary = summarize(run, AttentionSink(), draws=20)
     assert summary.sizes["execution"] == 6
     assert np.isnan(summary["change"]).all() and np.isnan(summary["change_overall"])
     assert np.isfinite(summary["sink_mass"]).all()
@@ -144,7 +149,9 @@ def test_bfloat16(probe, make_checkpoint, make_heldout):
         make_checkpoint("smelt", dtype=torch.bfloat16), make_heldout(LENGTHS), name="b.h5"
     )
     assert attributes_of(rounded)["identity"]["dtype"] == "bfloat16"
-    one, two = (summarize(r, draws=0)["sink_mass"].values for r in (exact, rounded))
+    one, two = (
+        summarize(r, AttentionSink(), draws=0)["sink_mass"].values for r in (exact, rounded)
+    )
     assert np.isfinite(two).all()
     assert np.abs(one - two).max() < 0.02  # the model's own rounding
 
@@ -163,7 +170,7 @@ def test_progress(probe, make_checkpoint, make_heldout):
     probe(
         make_checkpoint("baseline"),
         make_heldout(LENGTHS),
-        on_progress=lambda seen, total: told.append((seen, total)),
+        on_progress=lambda seen, total, _: told.append((seen, total)),
     )
     assert told[-1] == (sum(LENGTHS), sum(LENGTHS))
     assert told == sorted(told) and len(told) > 2
@@ -176,7 +183,7 @@ class Stop(Exception):
 def stop_after(batches: int):
     calls = []
 
-    def on_progress(seen: int, total: int) -> None:
+    def on_progress(seen: int, total: int, headlines) -> None:
         calls.append(seen)
         if len(calls) == batches:
             raise Stop
@@ -192,6 +199,8 @@ def stop_after(batches: int):
         ({"seed": 1}, "seed: was 0, is 1"),
         ("checkpoint", "checkpoint_digest: was 'smelt "),
         ("visits", "visits: was 2, is 3"),
+        ("no visit", "visits: was 2, is 0"),
+        ("scale", "residual_scale: was 0.5, is 1.0"),
         ("dtype", "dtype: was 'float32', is 'bfloat16'"),
         ("data", "data_digest"),
         ("probe", "probes.attention-sink.include_first: was False, is True"),
@@ -208,6 +217,10 @@ def test_resuming_another_run_is_refused(tmp_path, make_checkpoint, make_heldout
         checkpoint = replace(checkpoint, digest="another")
     elif change == "visits":
         checkpoint = replace(make_checkpoint("smelt", num_visits=3), digest=checkpoint.digest)
+    elif change == "no visit":
+        checkpoint = replace(checkpoint, model=with_visits(checkpoint.model, 0))
+    elif change == "scale":
+        checkpoint = replace(checkpoint, model=with_visits(checkpoint.model, 2, residual_scale=1.0))
     elif change == "dtype":
         checkpoint = make_checkpoint("smelt", dtype=torch.bfloat16)
     elif change == "data":
@@ -219,7 +232,9 @@ def test_resuming_another_run_is_refused(tmp_path, make_checkpoint, make_heldout
     run_probes(checkpoint, heldout, [sink], out, options, force=True)
 
 
-def test_an_interrupted_run_goes_on(tmp_path, probe, make_checkpoint, make_heldout):
+def test_an_interrupted_run_goes_on(
+    tmp_path, assert_same_bits, probe, make_checkpoint, make_heldout
+):
     checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
     whole = probe(checkpoint, heldout, name="whole.h5")
     with pytest.raises(Stop):
@@ -243,21 +258,6 @@ def test_an_interrupted_run_goes_on(tmp_path, probe, make_checkpoint, make_heldo
     assert cut["segments/done"].all() and whole["segments/done"].all()
 
 
-def assert_same_bits(one, other) -> None:
-    with h5py.File(one) as a, h5py.File(other) as b:
-        names = []
-        a.visit(names.append)
-        assert names
-        for name in names:
-            if isinstance(a[name], h5py.Dataset):
-                assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
-                if a[name].dtype.kind == "f":
-                    assert a[name][...].tobytes() == b[name][...].tobytes(), name
-                else:
-                    assert np.array_equal(a[name][...], b[name][...]), name
-        assert a.attrs["identity"] == b.attrs["identity"]
-
-
 _SCRIPT = """
 import importlib.util, os, signal, sys
 from pathlib import Path
@@ -270,7 +270,7 @@ from smeltscope.probes import AttentionSink, RunOptions, run_probes
 
 def run(out, kill):
     calls = []
-    def on_progress(seen, total):
+    def on_progress(seen, total, headlines):
         calls.append(seen)
         if len(calls) == kill:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -292,7 +292,7 @@ for name, kill in (("cut.h5", 3), ("cut.h5", None), ("whole.h5", None)):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9")
-def test_killed_and_run_again(tmp_path):
+def test_killed_and_run_again(tmp_path, assert_same_bits):
     """Other processes: one killed, one that goes on, and the bits of one that was never interrupted."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
@@ -344,7 +344,7 @@ def test_layers_of_different_heads_and_windows(probe, make_checkpoint, make_held
     from smeltscope.dashboards import sink_by_position
 
     checkpoint = make_checkpoint("inkling2_loop", swa_num_attention_heads=2)
-    summary = summarize(probe(checkpoint, make_heldout([100, 60, 80, 30])))
+    summary = summarize(probe(checkpoint, make_heldout([100, 60, 80, 30])), AttentionSink())
     narrow = np.array([0, 2, 4, 6, 8])  # every other layer slides, with two heads of four
     for name in ("sink_mass", "nearby_mass", "heaviest_mass", "learned_sink_mass"):
         values = summary[name].values

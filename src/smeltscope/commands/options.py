@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,9 +11,10 @@ from smeltscope.errors import SmeltscopeError
 
 if TYPE_CHECKING:
     from smeltscope.model import Checkpoint
+    from smeltscope.probes import RunOptions
     from smeltscope.tasks import HeldOut
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]  # what click.option gives
 
 DEFAULT_MAX_LENGTH = 4096
 
@@ -35,10 +36,10 @@ class TokenCount(click.ParamType):
         return count
 
 
-def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+def together(*options: Decorator) -> Decorator:
     """Several options as one decorator, in the order of --help."""
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
             command = option(command)
         return command
@@ -46,37 +47,60 @@ def _together(*options: Callable[[Command], Command]) -> Callable[[Command], Com
     return decorate
 
 
-# Which model, and how it runs.
-model_options = _together(
-    click.option(
-        "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
-        help="A checkpoint folder, a hub name (OWNER/NAME), or a shipped checkpoint.",
-    ),
-    click.option(
-        "--visits", type=click.IntRange(1), metavar="N",
-        help="Run a SMELT checkpoint or its Baseline with this many visits.",
-    ),
-    click.option(
-        "--device", default="auto", show_default=True, metavar="auto|cpu|cuda",
-        help="Where the model runs; auto takes a GPU if there is one.",
-    ),
-    click.option(
-        "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
-        show_default=True,
-        help="Number type of the model; auto is float32 on the CPU, else the checkpoint's.",
-    ),
-    click.option(
-        "--allow-pickle", is_flag=True,
-        help="Load pickled weights, which can run code; safetensors only by default.",
-    ),
-    click.option(
-        "--trust-remote-code", is_flag=True, help="Run code that comes with the checkpoint."
-    ),
+one_number_of_visits = click.option(
+    "--visits", type=click.IntRange(0), metavar="N",
+    help="Run a SMELT checkpoint or its Baseline with this many visits; 0 leaves the looped layers out.",
 )  # fmt: skip
 
 
+def make_model_options(visits: Decorator) -> Decorator:
+    """Which model, and how it runs; `visits` is the option of that name."""
+    return together(
+        click.option(
+            "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
+            help="A checkpoint folder, a hub name (OWNER/NAME), or one of `probe list`.",
+        ),
+        visits,
+        click.option(
+            "--residual-scale", type=float, metavar="X",
+            help="Scale what looped layers write by X. [default: as the checkpoint was trained]",
+        ),
+        click.option(
+            "--untrained", is_flag=True,
+            help="Random weights in the checkpoint's configuration: what the architecture does alone.",
+        ),
+        click.option(
+            "--device", default="auto", show_default=True, metavar="auto|cpu|cuda",
+            help="Where the model runs; auto takes a GPU if there is one.",
+        ),
+        click.option(
+            "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto",
+            show_default=True,
+            help="Number type of the model; auto is float32 on the CPU, else the checkpoint's.",
+        ),
+        click.option(
+            "--device-map", type=click.Choice(["auto"]),
+            help="Spread the layers over all GPUs, and over main memory where they do not suffice.",
+        ),
+        click.option(
+            "--tensor-parallel", is_flag=True,
+            help="Split each layer over the processes that torchrun started, a GPU each.",
+        ),
+        click.option(
+            "--allow-pickle", is_flag=True,
+            help="Load pickled weights, which can run code; safetensors only by default.",
+        ),
+        click.option(
+            "--trust-remote-code", is_flag=True, help="Run code that comes with the checkpoint."
+        ),
+    )  # fmt: skip
+
+
+model_options = make_model_options(one_number_of_visits)
+
+
 # Which text, and how it is cut.
-data_options = _together(
+data_options = together(
     click.option(
         "--data", multiple=True, metavar="PATH",
         help="Text to run on: .txt and .jsonl (also .gz, .xz, .zst, .bz2), .parquet, a datasets folder, token arrays "
@@ -107,11 +131,24 @@ data_options = _together(
 )  # fmt: skip
 
 
+# How much of it probes look at that would cost too much on all of it.
+sampling_options = together(
+    click.option(
+        "--sampled-queries", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+        help="Queries of each segment whose whole attention rows are looked at.",
+    ),
+    click.option(
+        "--sampled-tokens", type=click.IntRange(1), default=64, show_default=True, metavar="N",
+        help="Tokens of each segment between whose vectors cosines are taken.",
+    ),
+)  # fmt: skip
+
+
 # Where results go.
-output_options = _together(
+output_options = together(
     click.option(
         "--seed", type=click.IntRange(0), default=0, show_default=True,
-        help="Seed of the bootstrap.",
+        help="Seed of the samples and of the bootstrap.",
     ),
     click.option(
         "--out", type=click.Path(path_type=Path), metavar="FILE",
@@ -123,15 +160,47 @@ output_options = _together(
 )  # fmt: skip
 
 
+def load_model(
+    *,
+    ckpt: str,
+    visits: int | None,
+    residual_scale: float | None,
+    untrained: bool,
+    device: str,
+    dtype: str,
+    device_map: str | None,
+    tensor_parallel: bool,
+    allow_pickle: bool,
+    trust_remote_code: bool,
+    **_: Any,
+) -> "Checkpoint":
+    """The checkpoint that the model options ask for."""
+    from smeltscope.model import load_checkpoint
+
+    return load_checkpoint(
+        ckpt,
+        visits=visits,
+        residual_scale=residual_scale,
+        untrained=untrained,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        tensor_parallel=tensor_parallel,
+        allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )
+
+
 def load_data(
     checkpoint: "Checkpoint",
     *,
-    data: tuple[str, ...],
-    tokens: int | None,
-    max_length: int | None,
-    no_bos: bool,
-    token_dtype: str | None,
-    split_token: int | None,
+    data: tuple[str, ...] = (),
+    tokens: int | None = None,
+    max_length: int | None = None,
+    no_bos: bool = False,
+    token_dtype: str | None = None,
+    split_token: int | None = None,
+    **_: Any,
 ) -> tuple["HeldOut", int]:
     """The held-out text that the data options ask for, and the longest segment."""
     from smeltscope.tasks import SpecialTokens, load_heldout, shipped_heldout
@@ -158,6 +227,27 @@ def load_data(
         split_token=split_token,
     )
     return heldout, max_length
+
+
+def run_options(
+    *,
+    max_length: int,
+    batch_tokens: int,
+    seed: int,
+    sampled_queries: int,
+    sampled_tokens: int,
+    **_: Any,
+) -> "RunOptions":
+    """How the run goes over its data."""
+    from smeltscope.probes import RunOptions
+
+    return RunOptions(
+        max_length=max_length,
+        batch_tokens=batch_tokens,
+        seed=seed,
+        sampled_queries=sampled_queries,
+        sampled_tokens=sampled_tokens,
+    )
 
 
 def _first(token: int | list[int] | None) -> int | None:

@@ -1,127 +1,76 @@
-"""What commands write to the terminal: notes and progress on stderr, numbers on stdout."""
+"""`probe show`: what a run file holds, in the tables of the command that made it."""
 
-import json
-import math
-import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from smeltscope.commands import tables, terminal
+from smeltscope.errors import SmeltscopeError
+from smeltscope.registry import PROBES, make_probe, probes_of, recorded_probe
 
 if TYPE_CHECKING:
     import xarray as xr
     from rich.console import Console
 
-    from smeltscope.tasks import HeldOut
 
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_file", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--probe", "name", metavar="NAME", help="Only this diagnostic. [default: all]")
+@click.option(
+    "--csv", "as_csv", is_flag=True,
+    help="Every number, one a line: probe, quantity, coordinates, value, ends of its interval.",
+)  # fmt: skip
+def show(run_file: Path, name: str | None, as_csv: bool) -> None:
+    """The tables of RUN, a run file, finished or still being written."""
+    from smeltscope.activations import attributes_of, open_run
 
-def data(log: "Console", heldout: "HeldOut") -> None:
-    """What the run goes over, and what was left out of it."""
-    counts = {
-        "token": int(heldout.lengths.sum()),
-        "segment": len(heldout),
-        "document": len({int(d) for d in heldout.document}),
-    }
-    parts = [f"{count:,} {what}{'s' * (count != 1)}" for what, count in counts.items()]
-    log.print(f"{parts[0]} in {parts[1]} of {parts[2]}.", highlight=False)
-    for note in heldout.notes:
-        log.print(note, soft_wrap=True, highlight=False, markup=False)
-    left_out = [
-        f"{count:,} {_LEFT_OUT.get(why, why)}" for why, count in heldout.dropped.items() if count
-    ]
-    if left_out:
-        log.print(f"Left out: {', '.join(left_out)}.", soft_wrap=True, highlight=False)
-
-
-_LEFT_OUT = {
-    "one_token_tail": "x a last segment of one token",
-    "one_token_document": "x a document of one token",
-    "empty_document": "x an empty document",
-    "doubled_start_token": "x a start token in front of the text, which each segment has anyway",
-}
-_LINE_EVERY = 30.0  # seconds, where there is no terminal to draw a bar on
-
-
-@contextmanager
-def progress(log: "Console") -> Iterator[Callable[[int, int], None]]:
-    """A bar with tokens per second and the time left; gives the function to call with (done, total)."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.percentage:>3.0f} %"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} tokens"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    if not log.is_terminal:
-        yield _progress_lines(log)
+    unfinished = run_file.with_name(run_file.name + ".partial")
+    if unfinished.exists() and not run_file.exists():
+        run_file = unfinished
+    run = _only_done(open_run(run_file), run_file)
+    names = probes_of(run)
+    if name is not None and name not in names:
+        make_probe(name)  # a name that nobody knows is refused as such
+        raise SmeltscopeError(f"{run_file} holds no {name}; it holds {', '.join(names)}.")
+    if name is not None:
+        names = [name]
+    attributes = attributes_of(run)
+    seed = int(attributes["identity"]["seed"])
+    known = [n for n in names if n in PROBES]
+    results = {n: tables.result_of(run, recorded_probe(run, n), seed=seed) for n in known}
+    if as_csv:
+        tables.print_csv({n: result.summary for n, result in results.items()})
         return
-    with Progress(*columns, console=log, transient=True, disable=log.quiet) as bar:
-        task = bar.add_task("", total=None, rate="")
-
-        def update(done: int, total: int) -> None:
-            speed = bar.tasks[task].speed
-            rate = f"{speed:,.0f} tokens/s" if speed else ""
-            bar.update(task, completed=done, total=total, rate=rate)
-
-        yield update
+    console = terminal.make_output()
+    for n in names:
+        title = f"{n}: {attributes['checkpoint']}"
+        if n in results:
+            tables.print_result(console, results[n], title)
+        else:
+            _print_unknown(console, run[n.replace("-", "_")].dataset, title)
 
 
-def _progress_lines(log: "Console") -> Callable[[int, int], None]:
-    """Progress for a log file: a line now and then."""
-    began = last = time.monotonic()
-    first: int | None = None  # a resumed run begins with tokens that cost no time
-
-    def update(done: int, total: int) -> None:
-        nonlocal first, last
-        now = time.monotonic()
-        if first is None:
-            first = done
-        elif now - last > _LINE_EVERY:
-            last = now
-            speed = (done - first) / (now - began)
-            left = (total - done) / speed
-            log.print(
-                f"{done / total:.0%}, {done:,} tokens, {speed:,.0f} tokens/s, {left:,.0f} s left",
-                highlight=False,
-            )
-
-    return update
+def _only_done(run: "xr.DataTree", run_file: Path) -> "xr.DataTree":
+    """The segments that have been run; says how many those are where some are missing."""
+    done = run["segments"].dataset["done"].values == 1
+    if done.all():
+        return run
+    if not done.any():
+        raise SmeltscopeError(f"{run_file} has no segment yet; look again in a while.")
+    terminal.make_log(quiet=False).print(
+        f"Unfinished: {done.sum():,} of {len(done):,} segments are done, the longest first.",
+        soft_wrap=True,
+    )
+    return run.isel(segment=done.nonzero()[0])
 
 
-def number(value: Any, *, signed: bool = False) -> str:
-    """Three decimals without the leading zero, .042; a dash where there is no value."""
-    value = float(value)
-    if math.isnan(value):
-        return "-"
-    value = round(value, 3) + 0.0  # no minus before a zero
-    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:+.3f}" if signed else f"{value:.3f}")
-
-
-def with_interval(row: "xr.Dataset", name: str, *, signed: bool = False) -> str:
-    """`.123 [.101,.145]`, or the value alone where no interval could be drawn."""
-    text = number(row[name], signed=signed)
-    low, high = (number(row[f"{name}_{end}"], signed=signed) for end in ("low", "high"))
-    return text if "-" in (low, high) else f"{text} [{low},{high}]"
-
-
-def as_json(summary: "xr.Dataset") -> None:
-    """A summary on stdout as JSON: {"attributes", "coordinates", "values"}, each value with its dimensions; NaN is null."""
-    content = {
-        "attributes": summary.attrs,
-        "coordinates": {name: array.values.tolist() for name, array in summary.coords.items()},
-        "values": {
-            name: {"dims": list(array.dims), "data": _nulled(array.values.tolist())}
-            for name, array in summary.data_vars.items()
-        },
-    }
-    click.echo(json.dumps(content, indent=1))
-
-
-def _nulled(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_nulled(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+def _print_unknown(console: "Console", group: "xr.Dataset", title: str) -> None:
+    """A diagnostic of another version, or of somebody else: what its file says of itself."""
+    console.print(title, style="bold", soft_wrap=True)
+    console.print("This smeltscope has no such diagnostic; the file says of it:")
+    console.print(inspect.cleandoc(str(group.attrs.get("definition", ""))), style="dim")
+    for name, array in group.data_vars.items():
+        described = f": {array.attrs['description']}" if "description" in array.attrs else ""
+        console.print(f"{name} ({', '.join(map(str, array.dims))}){described}", soft_wrap=True)

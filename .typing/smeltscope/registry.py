@@ -1,0 +1,1 @@
+../../src/smeltscope/registry.py

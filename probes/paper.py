@@ -1,0 +1,122 @@
+"""What the paper reports, to stand beside a run's numbers: context from its models, not a target for others.
+
+arXiv 2609.01343, "SMELT: Scaling Laws for Compute-Matched MoE Looped Transformers": models of 0.1B to 54B parameters, 8
+experts for each token, sparsity S from 0 to 97 %, diagnostics over a held-out sample of 1M tokens. S is the share of
+parameters that a token does not use. Its averages over layers, heads and tokens are not spelt out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import xarray as xr
+
+MODELS = "models of 0.1B to 54B"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """A number of the paper, and which of ours it stands beside."""
+
+    probe: str
+    quantity: str  # of the probe's summary
+    at: Mapping[str, str] = field(default_factory=dict)  # the entry of it, by dimension
+    what: str
+    says: str
+
+    def ours(self, summary: xr.Dataset) -> tuple[float, float] | None:
+        """The least and the greatest of the same number here, over layers (heads averaged); None where there is none."""
+        if self.quantity not in summary:
+            return None
+        values = summary[self.quantity]
+        if any(label not in values[dim].values for dim, label in self.at.items()):
+            return None
+        values = values.sel(self.at)
+        values = values.mean([d for d in values.dims if d in ("head", "kv_head")])
+        finite = values.values[np.isfinite(values.values)]
+        return (float(finite.min()), float(finite.max())) if finite.size else None
+
+
+REPORTED = (
+    Reported(
+        probe="attention-sink",
+        quantity="change",
+        what="sink mass at visit 2 minus visit 1",
+        says="below 0 in nearly all looped layers and heads; the Baseline's sink rises with depth",
+    ),
+    Reported(
+        probe="router-overlap",
+        quantity="overlap",
+        what="experts shared by two visits",
+        says="2 to 3 of 8 at S ~ 97 %, about 8 at S = 0",
+    ),
+    *(
+        Reported(
+            probe="residual-updates",
+            quantity="norm_ratio",
+            at={"vector": vector},
+            what=f"norm at visit 2 / at visit 1, {what}",
+            says="1.2 to 3.5 in all 16 models",
+        )
+        for vector, what in (
+            ("update", "whole update"),
+            ("attn_out", "attention's write"),
+            ("mlp_out", "MLP's write"),
+            ("attn_in", "normed input"),
+        )
+    ),
+    Reported(
+        probe="residual-updates",
+        quantity="relative_update_ratio",
+        what="relative update at visit 2 / at visit 1",
+        says="above 1 from 200M up; below 1 in a few early layers at 100M",
+    ),
+    Reported(
+        probe="residual-updates",
+        quantity="matched_cosine",
+        at={"write": "update"},
+        what="cosine of a layer's two updates",
+        says=".42 to .65, mean .56 (1.6B)",
+    ),
+    Reported(
+        probe="residual-updates",
+        quantity="nonmatching_overall",
+        at={"write": "update"},
+        what="cosine of updates of different layers",
+        says="mean .16 (1.6B)",
+    ),
+    *(
+        Reported(
+            probe="qkv-similarity",
+            quantity="cosine",
+            at={"stage": stage},
+            what=f"cosine of {stage} at two visits",
+            says=says,
+        )
+        for stage, says in (
+            ("X", ".84 to .93"),
+            ("Q", ".89 to .93"),
+            ("K", ".89 to .93"),
+            ("V", ".65 to .74"),
+            ("PV", ".56 to .69"),
+            ("O", ".49 to .64"),
+        )
+    ),
+    Reported(
+        probe="attended-tokens",
+        quantity="top8",
+        what="the 8 most attended tokens at both visits",
+        says=".56 to .66",
+    ),
+    Reported(
+        probe="attended-tokens",
+        quantity="top8_control",
+        what="the same for two heads of one visit",
+        says=".28 to .34",
+    ),
+)
+
+
+def reported_by(probe: str) -> list[Reported]:
+    """What the paper reports of a probe's numbers."""
+    return [entry for entry in REPORTED if entry.probe == probe]

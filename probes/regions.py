@@ -1,0 +1,48 @@
+"""Regions: parts that the keys of a query fall into, each key into one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LOCAL_KEYS = 8  # the query itself and the seven before it are "local"
+
+TEXT_REGIONS = ("first", "self", "previous", "local", "delimiter", "rest")
+
+
+class Regions(Protocol):
+    """The regions of a batch."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def of(self, queries: Tensor, keys: int) -> Tensor:
+        """The region of each of the first `keys` keys as queries (B, N) see them: index into `names`, (B, N, keys)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRegions:
+    """Regions of plain text, the first that applies to a key: `first` (the segment's first token), `self` (the query's own
+    place), `previous` (one before), `local` (two to seven before), `delimiter` (a token of punctuation or line breaks
+    alone), `rest`."""
+
+    delimiter: Tensor  # (B, T), bool: which tokens are delimiters
+    names: Sequence[str] = TEXT_REGIONS
+
+    def of(self, queries: Tensor, keys: int) -> Tensor:
+        key = torch.arange(keys, device=queries.device)
+        back = queries[..., None] - key  # (B, N, keys)
+        region = torch.where(self.delimiter[:, None, :keys], 4, 5).expand(back.shape)
+        region = torch.where((back >= 0) & (back < LOCAL_KEYS), 3, region)
+        region = torch.where(back == 1, 2, region)
+        region = torch.where(back == 0, 1, region)
+        return torch.where(key == 0, 0, region)
+
+
+def masses_by_region(mass: Tensor, region: Tensor, regions: int) -> Tensor:
+    """Attention mass summed over the keys of each region: (B, H, N, K) and (B, N, K) -> (B, H, N, region)."""
+    sums = mass.new_zeros(*mass.shape[:3], regions)
+    return sums.scatter_add_(3, region[:, None].expand(mass.shape), mass)

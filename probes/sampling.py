@@ -1,0 +1,95 @@
+"""Which tokens of a segment are looked at where looking at all of them would cost too much."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Positions in the rows of a batch, ascending; short rows have fewer valid ones and repeat their last."""
+
+    positions: Tensor  # (B, S), int64
+    valid: Tensor  # (B, S), bool
+
+    def take(self, values: Tensor) -> Tensor:
+        """`values` (B, T, ...) at the positions: (B, S, ...)."""
+        rows = torch.arange(len(values), device=values.device)[:, None]
+        return values[rows, self.positions]
+
+    def partners(self) -> Tensor:
+        """For each sample another one of its row, half the sample further on: index (B, S); itself where it is alone."""
+        number = self.valid.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
+        index = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return (index + number // 2) % number
+
+    def slice(self, start: int, stop: int) -> "Sample":
+        """The samples `start:stop` of every row."""
+        return Sample(
+            positions=self.positions[:, start:stop].contiguous(), valid=self.valid[:, start:stop]
+        )
+
+
+def segment_seed(document_id: str, tokens: np.ndarray, seed: int) -> list[int]:
+    """A seed that depends on the segment's document, its tokens and `seed` alone: not on the batch it runs in."""
+    return [seed, zlib.crc32(document_id.encode()), zlib.crc32(tokens.tobytes())]
+
+
+def sample_queries(
+    lengths: np.ndarray, seeds: Sequence[Sequence[int]], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Up to `size` different positions of each segment, spread evenly over the logarithm of the position.
+
+    Positions run from 1 (the first token has no choice of keys) to length - 1. The range of log position is cut
+    into `size` strips, one position is drawn in each, and those that coincide move to the next free ones.
+    Segments with `size` such positions or fewer give all of them. Returns positions (B, size) and valid (B, size).
+    """
+
+    def draw(rng: np.random.Generator, last: int) -> np.ndarray:
+        strips = (np.arange(size) + rng.random(size)) / size
+        drawn = np.floor(np.exp(strips * np.log(last + 1))).astype(np.int64).clip(1, last)
+        # Ascending and different: push up from the left, then down from the right.
+        rank = np.arange(size)
+        drawn = np.maximum.accumulate(drawn - rank) + rank
+        room = last - (size - 1 - rank)
+        return np.minimum(drawn, room)
+
+    return _draw_rows(lengths, seeds, size, draw)
+
+
+def sample_tokens(
+    lengths: np.ndarray, seeds: Sequence[Sequence[int]], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Up to `size` different positions of each segment, each position from 1 to length - 1 as likely as another.
+
+    Returns positions (B, size), ascending, and valid (B, size).
+    """
+
+    def draw(rng: np.random.Generator, last: int) -> np.ndarray:
+        return np.sort(rng.choice(last, size=size, replace=False)) + 1
+
+    return _draw_rows(lengths, seeds, size, draw)
+
+
+def _draw_rows(
+    lengths: np.ndarray,
+    seeds: Sequence[Sequence[int]],
+    size: int,
+    draw: Callable[[np.random.Generator, int], np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    size = min(size, max(int(lengths.max()) - 1, 1))
+    positions = np.zeros((len(lengths), size), dtype=np.int64)
+    valid = np.zeros((len(lengths), size), dtype=bool)
+    for row, length in enumerate(lengths):
+        last = int(length) - 1
+        number = min(size, last)
+        if last > size:
+            positions[row] = draw(np.random.default_rng(seeds[row]), last)
+        elif last > 0:
+            positions[row] = np.minimum(np.arange(1, size + 1), last)
+        valid[row, :number] = True
+    return positions, valid

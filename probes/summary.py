@@ -1,0 +1,61 @@
+"""Summaries: what a probe's rows amount to, as a labelled dataset with intervals."""
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from smeltscope.errors import SmeltscopeError
+from smeltscope.probes.probe import Probe, group_name
+from smeltscope.probes.statistics import DRAWS, Quantities, Resampling
+
+
+def summarize(run: xr.DataTree, probe: Probe, *, draws: int = DRAWS, seed: int = 0) -> xr.Dataset:
+    """Everything that `probe` estimates from a run, with 95 % intervals from resampling its documents.
+
+    Each `X` comes with `X_low` and `X_high`, percentiles over draws of documents within each category;
+    quantities of which many are judged at once (every head, say) also with `X_low_all` and `X_high_all`, an interval that
+    holds for all of them together (max-t). NaN where there is no value or no interval. Raises
+    `SmeltscopeError` when the run has no such probe.
+    """
+    return summary_of(estimate(run, probe, draws=draws, seed=seed), run, probe, draws, seed)
+
+
+def estimate(run: xr.DataTree, probe: Probe, *, draws: int = DRAWS, seed: int = 0) -> Quantities:
+    """What `summarize` labels: every quantity of a probe with its draws."""
+    if group_name(probe.name) not in run.children:
+        raise SmeltscopeError(
+            f"This run holds no {probe.name}; make one with --probes {probe.name}."
+        )
+    return probe.estimates(run, Resampling.of_run(run, draws=draws, seed=seed))
+
+
+def summary_of(
+    quantities: Quantities, run: xr.DataTree, probe: Probe, draws: int, seed: int
+) -> xr.Dataset:
+    """Quantities as a dataset that says what they were made from."""
+    segments = run["segments"].dataset
+    return dataset_of(quantities, run).assign_attrs(
+        probe=probe.name,
+        segments=len(segments["document"]),
+        documents=len(np.unique(segments["document"])),
+        tokens=int(segments["tokens"].sum()),
+        bootstrap_draws=draws,
+        bootstrap_seed=seed,
+    )
+
+
+def dataset_of(quantities: Quantities, run: xr.DataTree) -> xr.Dataset:
+    """Quantities as a dataset, labelled as in the run."""
+    arrays: dict[str, Any] = {}
+    for name, quantity in quantities.items():
+        dims, estimate = quantity.dims, quantity.estimate
+        low, high = estimate.interval()
+        arrays |= {name: (dims, estimate.value)}
+        arrays |= {f"{name}_low": (dims, low), f"{name}_high": (dims, high)}
+        if quantity.family:
+            low, high = estimate.simultaneous_interval()
+            arrays |= {f"{name}_low_all": (dims, low), f"{name}_high_all": (dims, high)}
+    used = {dim for dims, _ in arrays.values() for dim in dims}
+    labels = {n: c for n, c in run.dataset.coords.items() if set(c.dims) <= used}
+    return xr.Dataset(arrays, coords=labels)

@@ -1,0 +1,142 @@
+"""`smeltscope.probe` and `smeltscope.summarize`: the command line's work, for Python and notebooks."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from smeltscope.activations import check_out, open_run
+from smeltscope.commands import terminal
+from smeltscope.commands.options import load_data
+from smeltscope.errors import SmeltscopeError
+from smeltscope.model import Checkpoint, checkpoint_of, load_checkpoint
+from smeltscope.probes import Probe, RunOptions, run_probes
+from smeltscope.probes import summarize as summarize_probe
+from smeltscope.probes.statistics import DRAWS
+from smeltscope.registry import make_probe, recorded_probe
+from smeltscope.tasks import HeldOut
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Files and folders; documents by category, {"prose": ["...", "..."]}; or what load_heldout made.
+Data = str | Path | Sequence[str | Path] | Mapping[str, Sequence[str]] | HeldOut
+
+
+def probe(
+    model: "str | Path | Checkpoint | PreTrainedModel",
+    data: Data | None = None,
+    probes: str | Probe | Sequence[str | Probe] = ("attention-sink",),
+    *,
+    tokens: int | None = None,
+    max_length: int | None = None,
+    batch_tokens: int = 8192,
+    sampled_queries: int = 64,
+    sampled_tokens: int = 64,
+    seed: int = 0,
+    bos: bool = True,
+    tokenizer: Any = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    quiet: bool = False,
+    **loading: Any,
+) -> xr.DataTree:
+    """Run probes over text and return the run: an xarray DataTree with a row for each segment.
+
+    `model` is what `--ckpt` takes, or a model in memory, whose `tokenizer` text needs. `data` is a path or several,
+    documents as {category: [text, ...]}, or a `HeldOut`; by default the shipped text. `probes` are names (`probe
+    list`) or probes of your own. The run file is written to `out`, by default to a temporary file that is gone afterwards.
+    All else is as on the command line; `loading` goes to `load_checkpoint` (`visits`, `device`, `dtype`, ...).
+
+    Raises `SmeltscopeError` where the command would end with its sentence.
+
+        run = smeltscope.probe("smelt-tiny", probes=("router-overlap", "loss"), tokens=20_000)
+        smeltscope.summarize(run, "router-overlap")["overlap"]
+    """
+    chosen = [probes] if isinstance(probes, str | Probe) else list(probes)
+    instances = [make_probe(p) if isinstance(p, str) else p for p in chosen]
+    if out is not None:
+        check_out(Path(out), force=force)
+    elif "WORLD_SIZE" in os.environ:
+        raise SmeltscopeError("The processes of torchrun share one run file; name it with out=...")
+    checkpoint = _checkpoint(model, tokenizer, loading)
+    log = terminal.make_log(quiet=quiet)
+    with tempfile.TemporaryDirectory() as folder:
+        heldout, longest = _heldout(checkpoint, data, tokens, max_length, bos, Path(folder))
+        terminal.data(log, heldout)
+        with terminal.progress(log) as on_progress:
+            file = run_probes(
+                checkpoint,
+                heldout,
+                instances,
+                Path(folder) / "run.h5" if out is None else out,
+                RunOptions(
+                    max_length=longest,
+                    batch_tokens=batch_tokens,
+                    seed=seed,
+                    sampled_queries=sampled_queries,
+                    sampled_tokens=sampled_tokens,
+                ),
+                force=force,
+                on_progress=on_progress,
+            )
+        return open_run(file)
+
+
+def summarize(
+    run: xr.DataTree, probe: str | Probe, *, draws: int = DRAWS, seed: int | None = None
+) -> xr.Dataset:
+    """What a probe, by name or as it is, found in a run, with 95 % intervals: see `smeltscope.probes.summarize`.
+
+    A probe given by name has the options that the run was made with; the seed is the run's unless given.
+    """
+    if isinstance(probe, str):
+        probe = recorded_probe(run, probe)
+    if seed is None:
+        seed = int(json.loads(run.attrs["identity"])["seed"])
+    return summarize_probe(run, probe, draws=draws, seed=seed)
+
+
+def _checkpoint(model: Any, tokenizer: Any, loading: Mapping[str, Any]) -> Checkpoint:
+    if isinstance(model, str | Path):
+        return load_checkpoint(model, **loading)
+    if loading:
+        raise SmeltscopeError(
+            f"{', '.join(loading)} would change how a checkpoint is loaded, and this model is loaded already; leave "
+            "it out, or give the checkpoint by name."
+        )
+    if isinstance(model, Checkpoint):
+        return model
+    return checkpoint_of(model, tokenizer=tokenizer)
+
+
+def _heldout(
+    checkpoint: Checkpoint,
+    data: Data | None,
+    tokens: int | None,
+    max_length: int | None,
+    bos: bool,
+    folder: Path,
+) -> tuple[HeldOut, int]:
+    if isinstance(data, HeldOut):
+        return data, max_length or int(data.lengths.max())
+    if data is None:
+        paths: list[str | Path] = []
+    elif isinstance(data, Mapping):
+        rows = [{"text": text, "category": c} for c, texts in data.items() for text in texts]
+        file = folder / "given.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        paths = [file]
+    else:
+        paths = [data] if isinstance(data, str | Path) else list(data)
+    return load_data(
+        checkpoint,
+        data=tuple(map(str, paths)),
+        tokens=tokens,
+        max_length=max_length,
+        no_bos=not bos,
+    )

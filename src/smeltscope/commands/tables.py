@@ -1,0 +1,309 @@
+"""Any probe's results as tables of 80 columns, and as long CSV.
+
+A table has a row for each execution (layer, visit), for each pair of visits of a looped layer, or for each entry of
+another dimension; its columns are the probe's first quantities, averaged over heads.
+"""
+
+import csv
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from smeltscope.commands.terminal import number, with_interval
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from rich.console import Console
+
+    from smeltscope.probes import Probe
+
+WIDTH = 80
+HEADS = ("head", "kv_head")
+ROWS = ("group", "execution", "looped_layer", "visit_pair")
+MOST_COLUMNS = 8  # entries of a dimension that stand side by side
+DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
+FEW = 4  # quantities of a table that nobody has chosen
+
+# The tables of each probe, where its first quantities would not do. What holds no value is left out anyway.
+TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "attention-sink": (
+        (
+            "sink_mass",
+            "change",
+            "uniform",
+            "nearby_mass",
+            "heaviest_mass",
+            "sink_rate",
+            "learned_sink_mass",
+        ),
+    ),
+    "router-overlap": (
+        (
+            "overlap",
+            "marginal_overlap",
+            "other_token_overlap",
+            "previous_overlap",
+            "repeated_overlap",
+        ),
+        ("entropy", "lexical_overlap", "near_ties"),
+    ),
+    "residual-updates": (
+        ("norm_ratio",),
+        ("matched_cosine", "nearby_cosine"),
+        ("relative_update", "residual_rms", "update_rms"),
+    ),
+    "qkv-similarity": (("cosine",), ("floor",), ("cosine_centred",)),
+    "attended-tokens": (("top8", "top8_control", "top8_chance", "top1", "overlap"),),
+    "swap": (
+        ("moved_share", "values_share", "interaction_share", "change_square"),
+        ("first_change", "first_change_by_queries", "first_change_by_keys"),
+    ),
+    "loss": (("loss",), ("swept_loss", "swept_change", "swept_kl"), ("loss_by_position",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a probe found in a run."""
+
+    summary: "xr.Dataset"  # every quantity with its intervals
+    averaged: "xr.Dataset"  # the same with the mean over heads in place of each head
+    sentence: str
+
+
+def result_of(run: "xr.DataTree", probe: "Probe", *, seed: int) -> Result:
+    """What `probe` found in a run."""
+    from smeltscope.probes.compare import averaged
+    from smeltscope.probes.statistics import DRAWS
+    from smeltscope.probes.summary import dataset_of, estimate, summary_of
+
+    quantities = estimate(run, probe, seed=seed)
+    summary = summary_of(quantities, run, probe, DRAWS, seed)
+    return Result(
+        summary=summary,
+        averaged=dataset_of(averaged(quantities), run),
+        sentence=probe.sentence(summary),
+    )
+
+
+def quantities_in(summary: "xr.Dataset") -> list[str]:
+    """The quantities of a summary, without the ends of their intervals."""
+    names = [str(name) for name in summary.data_vars]
+    ends = {f"{name}_{end}" for name in names for end in ("low", "high", "low_all", "high_all")}
+    return [name for name in names if name not in ends]
+
+
+def print_result(console: "Console", result: Result, title: str, *, brief: bool = False) -> None:
+    """The tables of a probe, what it found in a sentence, and what the paper reports; if `brief`, the first table alone."""
+    console.print(title, style="bold", soft_wrap=True)
+    tables = tables_of(result.averaged, str(result.summary.attrs["probe"]))
+    tables = tables[:1] if brief else tables
+    for columns in tables:
+        print_table(console, result.averaged, columns)
+    if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
+        what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
+        console.print(
+            f"{what}[95 % intervals] over documents; all: probe show RUN --csv.", style="dim"
+        )
+    console.print(result.sentence)
+    if not brief:
+        _print_paper(console, result.summary)
+    console.print()
+
+
+def _print_paper(console: "Console", summary: "xr.Dataset") -> None:
+    from smeltscope.probes.paper import MODELS, reported_by
+
+    entries = reported_by(str(summary.attrs["probe"]))
+    if entries:
+        console.print(f"The paper ({MODELS}; context, not a target), and here:", style="dim")
+    for entry in entries:
+        ours = entry.ours(summary)
+        signed = "minus" in entry.what
+        here = [] if ours is None else [number(value, signed=signed) for value in ours]
+        line = f"{entry.what}: {entry.says}; here {' to '.join(dict.fromkeys(here)) or '-'}"
+        wrapped = textwrap.fill(line, console.width - 2, break_on_hyphens=False)
+        console.print(textwrap.indent(wrapped, "  "), style="dim")
+
+
+def tables_of(summary: "xr.Dataset", probe: str) -> list[list["Column"]]:
+    """The columns of each table: those chosen above, else one table for each kind of row."""
+    if probe in TABLES:
+        tables = [
+            [c for name in table if name in summary for c in columns_of(summary, name)]
+            for table in TABLES[probe]
+        ]
+        return [columns for columns in tables if columns]
+    by_rows: dict[tuple[str, ...], list[list[Column]]] = {}
+    for name in quantities_in(summary):
+        columns = columns_of(summary, name)
+        if columns:
+            by_rows.setdefault(columns[0].rows, []).append(columns)
+    return [[c for columns in found[:FEW] for c in columns] for found in by_rows.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table: a number, with or without the ends of its interval, for each row."""
+
+    header: str
+    rows: tuple[str, ...]  # the dimensions that the rows run over
+    values: "xr.DataArray"
+    low: "xr.DataArray"
+    high: "xr.DataArray"
+    signed: bool = False
+    needs_interval: bool = False  # it gets a place with its interval before other intervals do
+
+
+def columns_of(
+    summary: "xr.Dataset", name: str, header: str | None = None, *, is_difference: bool = False
+) -> list[Column]:
+    """A quantity as columns: one for each entry of a dimension that is no dimension of rows; none if that are too many."""
+    import xarray as xr
+
+    array = summary[name]
+    dims = [str(dim) for dim in array.dims]
+    rows = tuple(dim for dim in dims if dim in ROWS) or tuple(dims[:1])
+    others = [dim for dim in dims if dim not in rows]
+    if not rows or math.prod(summary.sizes[dim] for dim in others) > MOST_COLUMNS:
+        return []
+    header = name.replace("_", " ") if header is None else header
+    columns = []
+    for entry in product(*(range(summary.sizes[dim]) for dim in others)):
+        at = dict(zip(others, entry, strict=True))
+        labels = [str(summary[dim].values[i]) for dim, i in at.items()]
+        parts = [
+            summary[key].isel(at)
+            if (key := f"{name}{end}") in summary
+            else xr.full_like(array.isel(at), math.nan)
+            for end in ("", "_low", "_high")
+        ]
+        if bool(parts[0].notnull().any()):
+            columns.append(
+                Column(
+                    header=" ".join([header, *labels]),
+                    rows=rows,
+                    values=parts[0],
+                    low=parts[1],
+                    high=parts[2],
+                    signed=is_difference or bool(re.search(DIFFERENCES, name)),
+                    needs_interval=is_difference,
+                )
+            )
+    return columns
+
+
+def print_table(console: "Console", summary: "xr.Dataset", columns: Sequence[Column]) -> None:
+    """As many columns as have room, all over the same rows; intervals wherever there is room for them."""
+    from rich.table import Table
+
+    rows = columns[0].rows
+    labels, places, later = _rows(summary, rows, columns)
+    fixed = [(header, [row[i] for row in labels]) for i, header in enumerate(_row_headers(rows))]
+    plain = [_cells(column, places, intervals=False) for column in columns]
+    full = [_cells(column, places, intervals=True) for column in columns]
+    room = WIDTH - sum(_width(header, cells) for header, cells in fixed)
+    chosen: dict[int, list[str]] = {}
+
+    def offer(i: int, cells: list[str]) -> None:
+        nonlocal room
+        now = _width(columns[i].header, chosen[i]) if i in chosen else 0
+        needed = _width(columns[i].header, cells) - now
+        if needed <= room:
+            chosen[i] = cells
+            room -= needed
+
+    for i, column in enumerate(columns):
+        if column.needs_interval:
+            offer(i, full[i])
+        if i not in chosen:
+            offer(i, plain[i])
+    for i in sorted(chosen):
+        offer(i, full[i])
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    shown = [*fixed, *((columns[i].header, chosen[i]) for i in sorted(chosen))]
+    for header, _ in shown:
+        table.add_column(
+            header.replace(" ", "\n"), justify="right", no_wrap=True, vertical="bottom"
+        )
+    for row in range(len(places)):
+        table.add_row(*(cells[row] for _, cells in shown), style="bold" if later[row] else "")
+    console.print(table)
+
+
+def _cells(column: Column, places: Sequence[dict[str, int]], *, intervals: bool) -> list[str]:
+    if not intervals:
+        return [number(column.values.isel(at), signed=column.signed) for at in places]
+    return [
+        with_interval(
+            column.values.isel(at), column.low.isel(at), column.high.isel(at), signed=column.signed
+        )
+        for at in places
+    ]
+
+
+def _width(header: str, cells: Sequence[str]) -> int:
+    return max(map(len, [*header.split(" "), *cells])) + 1
+
+
+def _row_headers(rows: Sequence[str]) -> list[str]:
+    names = {"looped_layer": ["layer"], "visit_pair": ["visits"], "execution": ["layer", "visit"]}
+    return [label for dim in rows for label in names.get(dim, [dim.replace("_", " ")])]
+
+
+def _rows(
+    summary: "xr.Dataset", rows: Sequence[str], columns: Sequence[Column]
+) -> tuple[list[list[str]], list[dict[str, int]], list[bool]]:
+    """Labels, places and whether it is a later visit, of every row in which some column has a value."""
+    labels, places, later = [], [], []
+    for entry in product(*(range(summary.sizes[dim]) for dim in rows)):
+        at = dict(zip(rows, entry, strict=True))
+        if all(bool(column.values.isel(at).isnull()) for column in columns):
+            continue
+        label: list[str] = []
+        for dim, i in at.items():
+            if dim == "execution":
+                label += [str(int(summary[name].values[i])) for name in ("layer", "visit")]
+            else:
+                label.append(str(summary[dim].values[i]))
+        labels.append(label)
+        places.append(at)
+        later.append("execution" in at and int(summary["visit"].values[at["execution"]]) > 1)
+    return labels, places, later
+
+
+def print_csv(summaries: Mapping[str, "xr.Dataset"]) -> None:
+    """Every number of some probes' summaries on stdout, one a line.
+
+    Columns: probe, quantity, every coordinate of any of them (empty where a quantity has none), value, low, high
+    (the 95 % interval, empty where there is none).
+    """
+    coordinates = list(dict.fromkeys(str(c) for s in summaries.values() for c in s.coords))
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["probe", "quantity", *coordinates, "value", "low", "high"])
+    for probe, summary in summaries.items():
+        for quantity in quantities_in(summary):
+            for labels, numbers in _long(summary, quantity):
+                shown = ["" if math.isnan(v) else repr(v) for v in numbers]
+                where = [labels.get(name, "") for name in coordinates]
+                writer.writerow([probe, quantity, *where, *shown])
+
+
+def _long(
+    summary: "xr.Dataset", name: str
+) -> Iterator[tuple[dict[str, object], tuple[float, ...]]]:
+    """Each entry of a quantity with its labels: ({coordinate: label}, (value, low, high))."""
+    arrays = [summary[f"{name}{end}"] for end in ("", "_low", "_high")]
+    labels = {
+        str(c): array.broadcast_like(arrays[0]).transpose(*arrays[0].dims).values.ravel().tolist()
+        for c, array in arrays[0].coords.items()
+    }
+    columns = [array.values.ravel().tolist() for array in arrays]
+    for i, numbers in enumerate(zip(*columns, strict=True)):
+        yield {c: values[i] for c, values in labels.items()}, numbers

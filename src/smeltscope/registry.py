@@ -1,0 +1,81 @@
+"""The probes by name. A new probe is a file in `probes/` and one entry here.
+
+Imports nothing heavy, so that the command line can list them without loading torch.
+"""
+
+import difflib
+import importlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from smeltscope.errors import SmeltscopeError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from smeltscope.probes import Probe
+
+# name: (where the class is, its line in --help)
+PROBES = {
+    "attention-sink": (
+        "smeltscope.probes.attention_sink:AttentionSink",
+        "How much attention rests on the first token, by layer, head and visit.",
+    ),
+    "router-overlap": (
+        "smeltscope.probes.router_overlap:RouterOverlap",
+        "How many experts a token keeps from one visit to the next.",
+    ),
+    "residual-updates": (
+        "smeltscope.probes.residual_updates:ResidualUpdates",
+        "What each execution writes into the residual stream: norms, ratios, cosines.",
+    ),
+    "qkv-similarity": (
+        "smeltscope.probes.qkv_similarity:QkvSimilarity",
+        "How alike the stages of attention are at the visits of a layer.",
+    ),
+    "attended-tokens": (
+        "smeltscope.probes.attended_tokens:AttendedTokens",
+        "Whether the visits of a layer attend to the same tokens.",
+    ),
+    "swap": (
+        "smeltscope.probes.swap:Swap",
+        "Whether a later visit reads other places or other content.",
+    ),
+    "loss": (
+        "smeltscope.probes.loss:Loss",
+        "Loss by document and by position; --visits 0..N sweeps the number of visits.",
+    ),
+}
+
+
+def make_probe(name: str, **options: Any) -> "Probe":
+    """A probe by its name, with options of its own where they are not to be the default."""
+    if name not in PROBES:
+        close = difflib.get_close_matches(name, PROBES, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There is: {', '.join(PROBES)}."
+        raise SmeltscopeError(f"No probe is called {name!r}. {hint}")
+    module, attribute = PROBES[name][0].split(":")
+    probe: Probe = getattr(importlib.import_module(module), attribute)(**options)
+    return probe
+
+
+def recorded_probe(run: "xr.DataTree", name: str) -> "Probe":
+    """A probe with the options that a run was made with."""
+    group = name.replace("-", "_")
+    options = json.loads(run[group].attrs["options"]) if group in run.children else {}
+    # JSON knows no tuples; options are frozen
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    try:
+        return make_probe(name, **options)
+    except TypeError as error:
+        raise SmeltscopeError(
+            f"This run's {name} was made with options that this smeltscope does not know ({error}); "
+            "use the version that made it."
+        ) from error
+
+
+def probes_of(run: "xr.DataTree") -> list[str]:
+    """The probes that a run holds, those first that are known here, in their order."""
+    names = [group.replace("_", "-") for group in run.children if group != "segments"]
+    order = list(PROBES)
+    return sorted(names, key=lambda name: order.index(name) if name in PROBES else len(order))
