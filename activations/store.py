@@ -25,7 +25,7 @@ import h5py
 import numpy as np
 import xarray as xr
 
-from smeltscope.activations.hdf5 import errors_named, opened, replacing, waiting
+from smeltscope.activations.hdf5 import errors_named, opened, replacing
 from smeltscope.errors import SmeltscopeError
 
 SCHEMA_VERSION = 1
@@ -238,9 +238,7 @@ def open_run(path: str | Path, groups: Collection[str] | None = None) -> xr.Data
     try:
         with opened(path, "r") as file:
             version = file.attrs.get("smeltscope_schema")
-        if version == SCHEMA_VERSION:
-            with waiting(lambda: xr.open_datatree(path, engine="h5netcdf")) as tree:
-                run = _selected(tree, path, groups).load()
+            datasets = _read(file, path, groups) if version == SCHEMA_VERSION else {}
     except OSError as error:
         raise SmeltscopeError(
             f"{path} is no HDF5 file, or a damaged one ({error}); make the run again."
@@ -251,7 +249,7 @@ def open_run(path: str | Path, groups: Collection[str] | None = None) -> xr.Data
         raise SmeltscopeError(
             f"{path} has schema {version}; this smeltscope reads schema {SCHEMA_VERSION}."
         )
-    return _labelled(run)  # once it is closed: a tree whose dataset was replaced closes nothing
+    return xr.DataTree.from_dict(datasets)
 
 
 def attributes_of(run: xr.DataTree) -> dict[str, Any]:
@@ -259,29 +257,47 @@ def attributes_of(run: xr.DataTree) -> dict[str, Any]:
     return {str(key): _decoded(value) for key, value in run.attrs.items()}
 
 
-def _selected(tree: xr.DataTree, path: Path, groups: Collection[str] | None) -> xr.DataTree:
-    """The groups asked for and, of a run still being written, what is valid."""
-    if groups is not None:
-        lacking = sorted(set(groups) - set(tree.children))
-        if lacking:
-            raise SmeltscopeError(
-                f"{path} has no group {', '.join(lacking)}; it has {', '.join(sorted(tree.children))}."
-            )
-        tree = tree.drop_nodes(set(tree.children) - {"segments", *groups})
-    if "valid_slot" in tree:
-        tree = tree.isel(slot=int(tree["valid_slot"]), drop=True)
-        tree.dataset = tree.to_dataset().drop_vars("valid_slot")
-    return tree
+def _read(file: h5py.File, path: Path, groups: Collection[str] | None) -> dict[str, xr.Dataset]:
+    """{"/": root, "/group": arrays}, each with the labels of its dimensions.
+
+    xarray's own reader looks every dimension up anew for every array: a second and more for each run.
+    """
+    has = [name for name, node in file.items() if isinstance(node, h5py.Group)]
+    lacking = sorted(set(groups or ()) - set(has))
+    if lacking:
+        raise SmeltscopeError(
+            f"{path} has no group {', '.join(lacking)}; it has {', '.join(sorted(has))}."
+        )
+    slot = int(file["valid_slot"][()]) if "valid_slot" in file else None  # of a run being written
+    coords = {
+        name: _variable(node, slot)
+        for name, node in file.items()
+        if isinstance(node, h5py.Dataset) and name not in ("slot", "valid_slot")
+    }
+    datasets = {"/": xr.Dataset(coords=coords, attrs=dict(file.attrs))}
+    for group in has:
+        if groups is not None and group not in {"segments", *groups}:
+            continue
+        arrays = {name: _variable(node, slot) for name, node in file[group].items()}
+        dims = {dim for array in arrays.values() for dim in array.dims}
+        labels = {n: c for n, c in coords.items() if n not in c.dims and set(c.dims) <= dims}
+        datasets[f"/{group}"] = xr.Dataset(arrays, labels, attrs=dict(file[group].attrs))
+    return datasets
 
 
-def _labelled(tree: xr.DataTree) -> xr.DataTree:
-    """Give every group the labels of its executions: which layer, which visit, which module."""
-    labels = {str(name): array.variable for name, array in tree.dataset.data_vars.items()}
-    tree.dataset = tree.to_dataset().set_coords(list(labels))
-    for node in tree.children.values():
-        own = {n: v for n, v in labels.items() if set(v.dims) <= set(node.dataset.dims)}
-        node.dataset = node.to_dataset(inherit=False).assign_coords(own)
-    return tree
+def _variable(dataset: h5py.Dataset, slot: int | None) -> xr.Variable:
+    """An array in memory, with the names of its dimensions; of two slots the one that is valid."""
+    if dataset.is_scale:
+        dims = [dataset.name.removeprefix("/")]
+    else:
+        dims = [dim.keys()[0] for dim in dataset.dims]
+    values = dataset.asstr()[...] if h5py.check_string_dtype(dataset.dtype) else dataset[...]
+    if "slot" in dims:
+        axis = dims.index("slot")
+        values = values.take(slot, axis)
+        del dims[axis]
+    attributes = {k: dataset.attrs[k] for k in ("description", "units") if k in dataset.attrs}
+    return xr.Variable(dims, values, attributes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def _facts(attributes: dict[str, Any], summary: xr.Dataset, options: str) -> dic
         "checkpoint": f"{attributes['checkpoint']}, sha256 {identity['checkpoint_digest'][:16]}",
         "model": f"{attributes['model_type']}, {summary.sizes['execution']} executions of "
         f"{len(set(summary['layer'].values))} layers, {summary.sizes['head']} heads",
-        "number type, device": f"{identity['dtype']}, {attributes['device']}",
+        "number type, device": f"{identity['dtype']}, {identity['device']}",
         "data": f"{summary.attrs['tokens']:,} tokens, {summary.attrs['segments']:,} segments of "
         f"{summary.attrs['documents']:,} documents, sha256 {identity['data_digest'][:16]}",
         "notes on the data": " ".join(attributes["data_notes"]) or "none",

@@ -95,11 +95,11 @@ def slowly(a: np.ndarray, b: np.ndarray) -> dict[str, np.ndarray]:
 def nearly_tied(a: np.ndarray, b: np.ndarray) -> int:
     """How many times rounding may decide which keys are the most attended ones of a query."""
     count = 0
-    for q in range(1, len(a)):
-        for p in (a[q], b[q]):
-            for keys in (p[: q + 1], p[1 : q + 1]):
-                gaps = -np.diff(np.sort(np.log(keys[keys > 0]))[::-1])
-                count += sum(bool((gaps[i : i + 1] < 2e-5).any()) for i in (0, 7))
+    for rows in (a[1:], a[1:, 1:], b[1:], b[1:, 1:]):
+        ordered = -np.sort(-rows, axis=1)
+        for place in (0, 7):
+            one, following = (ordered[:, i : i + 1] for i in (place, place + 1))
+            count += int(((following > 0) & (one <= (1 + 2e-5) * following)).sum())
     return count
 
 
