@@ -55,7 +55,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     cases = (CASES[0], CASES[1], *EACH) if options.each else CASES
     for length in options.lengths:
-        batch_tokens = max(length, min(options.batch_tokens, options.batch_tokens))
+        batch_tokens = max(length, options.batch_tokens)
         seconds = timed(checkpoint, cases, length, batch_tokens, options.repeats)
         memory = {case: measured_memory(options, case, length) for case in cases}
         bare = memory["bare forward"][0]
@@ -155,7 +155,7 @@ def with_nnsight(model: Any, input_ids: Tensor) -> Case:
                 modules=[m for layer in traced.model.layers for m in _read_by_probes(layer)],
                 include_inputs=True,
             )
-        return held
+        return [(held[name].output, held[name].inputs) for name in held.keys()]  # noqa: SIM118  # a view, no dict
 
     return run
 
@@ -216,8 +216,6 @@ def bytes_of(held: Any, known: set[int] | None = None) -> int:
         return held.nbytes
     if hasattr(held, "cache_dict"):
         held = held.cache_dict
-    if hasattr(held, "output") and hasattr(held, "inputs"):
-        held = (held.output, held.inputs)
     if isinstance(held, nn.Module | str | type(None)):
         return 0
     if hasattr(held, "values"):
