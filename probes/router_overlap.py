@@ -195,7 +195,12 @@ class RouterOverlap(Probe):
         if "tokens" not in data:
             return {}
         sizes = attributes_of(run)["experts"]
-        folds = Folds.of(data["load"].values, sizes["per_token"], resampling)
+        folds = Folds.of(
+            data["load"].values,
+            sizes["per_token"],
+            draws=len(resampling.weights),
+            seed=resampling.seed,
+        )
         by_execution = _by_execution(data, resampling, folds)
         if "overlap_count" not in data:
             return by_execution
@@ -378,13 +383,12 @@ class Folds:
     resampling: Resampling
 
     @classmethod
-    def of(cls, load: np.ndarray, k: int, of_documents: Resampling) -> "Folds":
-        """From the table `load`, (category, fold, execution, expert), with as many draws as of documents."""
+    def of(cls, load: np.ndarray, k: int, *, draws: int, seed: int) -> "Folds":
+        """From the table `load`, (category, fold, execution, expert)."""
         tokens = load.sum(-1) // k
         filled = tokens.any(-1)
         category, fold = np.nonzero(filled if filled.any() else ~filled)  # none: all means are 0/0
         units = Documents(of_segment=np.arange(len(category)), category=category)
-        draws, seed = len(of_documents.weights), of_documents.seed
         weights = bootstrap_weights(units, draws=draws, seed=seed)
         resampling = Resampling(documents=units, weights=weights, seed=seed)
         return cls(category=category, fold=fold, load=load, tokens=tokens, resampling=resampling)

@@ -256,6 +256,7 @@ def test_options_that_differ_are_named(sink_run) -> None:
     assert found == [
         "dtype: float32 and bfloat16",
         "probes.attention-sink.include_first: False and True",
+        "residual_scale: 0.5 and 0.3333333333333333",
         "visits: 2 and 3",
     ]
     made = SimpleNamespace(attrs={"identity": '{"seed": 0}'})
