@@ -35,11 +35,11 @@ class TextRegions:
     def of(self, queries: Tensor, keys: int) -> Tensor:
         key = torch.arange(keys, device=queries.device)
         back = queries[..., None] - key  # (B, N, keys)
-        region = torch.where(self.delimiter[:, None, :keys], 4, 5).expand(back.shape)
-        region = torch.where((back >= 0) & (back < LOCAL_KEYS), 3, region)
-        region = torch.where(back == 1, 2, region)
-        region = torch.where(back == 0, 1, region)
-        return torch.where(key == 0, 0, region)
+        # In place: torch.where of integers is slow.
+        region = torch.where(self.delimiter[:, None, :keys], 4, 5).expand(back.shape).clone()
+        region.masked_fill_((back >= 0) & (back < LOCAL_KEYS), 3)
+        region.masked_fill_(back == 1, 2).masked_fill_(back == 0, 1)
+        return region.masked_fill_(key == 0, 0)
 
 
 def masses_by_region(mass: Tensor, region: Tensor, regions: int) -> Tensor:
