@@ -382,7 +382,7 @@ def _check_same_run(part: _Part) -> None:
         raise SmeltscopeError(
             f"{part.path} is no run that can be resumed; delete it, or pass --force to start anew."
         ) from error
-    found, wanted = _flat(identity), _flat(json.loads(_encoded(part.schema.identity)))
+    found, wanted = flattened(identity), flattened(json.loads(_encoded(part.schema.identity)))
     changed = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
     if changed:
         details = "; ".join(f"{k}: was {found.get(k)!r}, is {wanted.get(k)!r}" for k in changed)
@@ -509,12 +509,12 @@ def _by_path(groups: Mapping[str, Mapping[str, _Value]]) -> Iterator[tuple[str, 
             yield f"{group}/{name}", value
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

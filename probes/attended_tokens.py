@@ -11,6 +11,7 @@ from torch import Tensor
 
 from smeltscope.activations import Variable
 from smeltscope.model import Execution
+from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.rows import Rows, check_rows
 from smeltscope.probes.statistics import (
@@ -188,7 +189,7 @@ def _by_pair(
     data: xr.Dataset, mean: Callable[..., Estimate], resampling: Resampling
 ) -> dict[str, Quantity]:
     """The quantities of `AttendedTokens` that compare visits."""
-    visits = _executions_of_pairs(data)  # (looped_layer, visit_pair, 2)
+    visits = executions_of_pairs(data)  # (looped_layer, visit_pair, 2)
     exists = np.all(visits >= 0, axis=-1)[..., None]
     by_pair = ("looped_layer", "visit_pair")
     by_head = (*by_pair, "head")
@@ -218,27 +219,9 @@ def _by_pair(
     return {**found, **quantities(by_pair, queries_by_cut)}
 
 
-def _executions_of_pairs(data: xr.Dataset) -> np.ndarray:
-    """The executions of both visits of each pair, -1 where a layer has no such visit: (looped_layer, visit_pair, 2)."""
-    index = {
-        (int(layer), int(visit)): e
-        for e, (layer, visit) in enumerate(
-            zip(data["layer"].values, data["visit"].values, strict=True)
-        )
-    }
-    pairs = list(zip(data["visit_a"].values, data["visit_b"].values, strict=True))
-    return np.array(
-        [
-            [[index.get((int(layer), int(visit)), -1) for visit in pair] for pair in pairs]
-            for layer in data["looped_layer"].values
-        ]
-    )
-
-
 def sentence(summary: xr.Dataset) -> str:
     """The result in a few sentences, with numbers, chance level, control and interval."""
-    number = summary.attrs["documents"]
-    documents = f"over {number} document{'s' * (number != 1)}"
+    documents = over_documents(summary)
     shared = (
         " All heads of a layer read one K/V head here, which makes other heads more alike."
         if (summary["shared_keys"] == 1).any()

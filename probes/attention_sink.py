@@ -12,12 +12,12 @@ from torch.linalg import vecdot, vector_norm
 from torch.nn.functional import pad
 
 from smeltscope.activations import Attention, Variable
-from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
+from smeltscope.probes.labels import over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions, masses_by_region
-from smeltscope.probes.rows import Rows, rows_of
+from smeltscope.probes.rows import Rows, check_mass, rows_of
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import (
     Estimate,
@@ -195,11 +195,7 @@ class AttentionSink(Probe):
             return
         attention = sites["attention"]
         measured_by_name = measure_sink(attention, batch.lengths, self.include_first)
-        if not measured_by_name["sink_mass_sum"].isfinite().all():
-            raise SmeltscopeError(
-                f"Attention of layer {execution.layer} at visit {execution.visit} is not a number: the model's "
-                "scores overflow; check its weights, or run it with --dtype float32."
-            )
+        check_mass(measured_by_name["sink_mass_sum"], execution)
         measured_by_name |= measure_rows(sites["rows"], attention, sites["pv"], batch.regions)
         vectors = {"key": attention.key, "value": attention.value}  # (B, G, T, D)
         vectors |= {"residual": sites["resid_pre"]} if "resid_pre" in sites else {}
@@ -326,9 +322,7 @@ class AttentionSink(Probe):
 
     def sentence(self, summary: xr.Dataset) -> str:
         visits, layers = summary["visit"].values, summary["layer"].values
-        documents = (
-            f"over {summary.attrs['documents']} document{'s' * (summary.attrs['documents'] != 1)}"
-        )
+        documents = over_documents(summary)
         later = visits > 1
         looped = np.isin(layers, layers[later]) if later.any() else visits > 0
 

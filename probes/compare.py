@@ -1,12 +1,11 @@
 """Two runs over the same documents, paired: what differs between two models, or between two settings of one."""
 
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from smeltscope.activations import attributes_of
+from smeltscope.activations import attributes_of, flattened
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes.probe import Probe
 from smeltscope.probes.statistics import DRAWS, Estimate, Quantities, Quantity, Resampling
@@ -123,12 +122,13 @@ def check_comparable(a: xr.DataTree, b: xr.DataTree) -> None:
 
 def other_differences(a: xr.DataTree, b: xr.DataTree) -> list[str]:
     """Options in which two runs over the same data differ, as `name: A and B`: each may change numbers."""
-    found = [_flat(attributes_of(run)["identity"]) for run in (a, b)]
+    found = [flattened(attributes_of(run)["identity"]) for run in (a, b)]
     unimportant = ("checkpoint_digest", "data_digest", "batch_tokens")
-    names = sorted({name for of_run in found for name in of_run} - set(unimportant))
+    # A probe without options has none that differ.
+    names = {name for of_run in found for name, value in of_run.items() if value != {}}
     return [
         f"{name}: {found[0].get(name, 'none')} and {found[1].get(name, 'none')}"
-        for name in names
+        for name in sorted(names - set(unimportant))
         if found[0].get(name) != found[1].get(name)
     ]
 
@@ -170,11 +170,3 @@ def _matched(a: Sequence[Hashable], b: Sequence[Hashable]) -> tuple[list[int], l
     places = {label: i for i, label in enumerate(b)}
     pairs = [(i, places[label]) for i, label in enumerate(a) if label in places]
     return [i for i, _ in pairs], [j for _, j in pairs]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return flat

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from smeltscope.activations import Variable, attributes_of, decode, head_of
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import SmeltForCausalLM, with_visits
+from smeltscope.probes.labels import over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe
 from smeltscope.probes.statistics import Quantities, Resampling, exact, quantities
@@ -173,10 +174,9 @@ class Loss(Probe):
             shown = f"{number:{sign}.4f}"
             return f"{shown} [{low:{sign}.4f}, {high:{sign}.4f}]" if np.isfinite(low) else shown
 
-        count = summary.attrs["documents"]
         text = (
             f"Mean loss of {int(summary['tokens'])} predicted tokens: {value('loss')} nats; a uniform guess: "
-            f"{float(summary['uniform']):.4f}; over {count} document{'s' * (count != 1)}."
+            f"{float(summary['uniform']):.4f}; {over_documents(summary)}."
         )
         if "swept_loss" not in summary:
             return text

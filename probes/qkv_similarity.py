@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from smeltscope.activations import Variable
 from smeltscope.model import Execution
 from smeltscope.probes.cosines import Vectors, blocks, sums
+from smeltscope.probes.labels import over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import (
@@ -273,8 +274,7 @@ def _measure(first: Tensor, second: Tensor, valid: Tensor, partners: Tensor) -> 
 
 def sentence(summary: xr.Dataset) -> str:
     """The result in a few sentences, with numbers, floors, the random projection and intervals."""
-    number = summary.attrs["documents"]
-    documents = f"over {number} document{'s' * (number != 1)}"
+    documents = over_documents(summary)
     if "cosine" not in summary:
         return f"No layer is visited twice, so there are no visits to compare; {documents}."
     pair = summary.isel(visit_pair=0)

@@ -14,6 +14,7 @@ from smeltscope.activations import Variable
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
 from smeltscope.probes.cosines import Vectors, blocks, sums
+from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import (
@@ -360,16 +361,11 @@ class Pairs:
     @classmethod
     def of(cls, data: xr.Dataset) -> "Pairs":
         """From a run's labels."""
-        layer, visit = data["layer"].values, data["visit"].values
-        where = {(a, b): i for i, (a, b) in enumerate(zip(layer, visit, strict=True))}
-        visits = [*zip(data["visit_a"].values, data["visit_b"].values, strict=True)]
-        looped = data["looped_layer"].values
-        places = np.array(  # (L, P, 2)
-            [[[where.get((n, v), -1) for v in pair] for pair in visits] for n in looped]
-        )
+        layer = data["layer"].values
+        places = executions_of_pairs(data)  # (L, P, 2)
         exists = np.all(places >= 0, axis=-1)
         nonmatching = []
-        for pair in range(len(visits)):
+        for pair in range(places.shape[1]):
             block = np.zeros((len(layer), len(layer)), dtype=bool)
             first, second = places[exists[:, pair], pair].T
             block[np.ix_(first, second)] = layer[first][:, None] != layer[second]
@@ -441,8 +437,7 @@ _SPOKEN = {
 
 def sentence(summary: xr.Dataset) -> str:
     """The result in a few sentences, with numbers, intervals and what to hold them against."""
-    number = summary.attrs["documents"]
-    documents = f"over {number} document{'s' * (number != 1)}"
+    documents = over_documents(summary)
     relative = summary["relative_update"]
     if "norm_ratio" not in summary:
         return (

@@ -13,6 +13,7 @@ from torch import Tensor
 from smeltscope.activations import Routing, Variable, attributes_of
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution
+from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.statistics import (
     Documents,
@@ -212,8 +213,7 @@ class RouterOverlap(Probe):
         }
 
     def sentence(self, summary: xr.Dataset) -> str:
-        number = summary.attrs["documents"]
-        documents = f"over {number} document{'s' * (number != 1)}"
+        documents = over_documents(summary)
         if "entropy" not in summary:
             return "No layer of this model has a router of experts, so there is no expert set to compare."
         experts = summary.sizes["expert"]
@@ -416,22 +416,6 @@ def matched_overlap(a: Estimate, b: Estimate) -> Estimate:
     return Estimate(value=value, draws=2 * value - draws)
 
 
-def _pairs_of(data: xr.Dataset) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The earlier and the later execution of each pair, and whether there is one: (looped_layer, visit_pair) each."""
-    place = zip(data["layer"].values, data["visit"].values, strict=True)
-    execution = {where: index for index, where in enumerate(place)}
-    earlier, later = (
-        np.array(
-            [
-                [execution.get((l, v), -1) for v in data[end].values]
-                for l in data["looped_layer"].values
-            ]
-        )
-        for end in ("visit_a", "visit_b")
-    )
-    return earlier, later, later >= 0
-
-
 def _by_execution(data: xr.Dataset, resampling: Resampling, folds: Folds) -> Quantities:
     tokens, use = data["tokens"].values, folds.use()
     not_top = data["not_top_logits"].values
@@ -458,7 +442,8 @@ def _by_pair(data: xr.Dataset, resampling: Resampling, folds: Folds) -> Quantiti
     tokens, repeated = count.sum(-1), data["repeated_tokens"].values
     shared = np.arange(count.shape[-1])
     k = shared[-1]
-    earlier, later, exists = _pairs_of(data)
+    pairs = executions_of_pairs(data)
+    earlier, later, exists = pairs[..., 0], pairs[..., 1], pairs[..., 1] >= 0
     use = folds.use()
 
     def mean(name: str, counts: np.ndarray = tokens) -> Estimate:
@@ -497,7 +482,8 @@ def _by_category(
 ) -> Quantities:
     """`overlap` and `marginal_overlap` of each category; `category` is that of each segment."""
     count = data["overlap_count"].values.astype(np.float64)
-    earlier, later, exists = _pairs_of(data)
+    pairs = executions_of_pairs(data)
+    earlier, later, exists = pairs[..., 0], pairs[..., 1], pairs[..., 1] >= 0
     tokens, shared = count.sum(-1), count @ np.arange(count.shape[-1])
     own, matched = [], []
     for index, name in enumerate(data["table_category"].values):

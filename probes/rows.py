@@ -77,7 +77,13 @@ def softmax_with_sink(scores: Tensor, sink_logit: Tensor | None) -> Tensor:
 
 def check_rows(rows: Sequence[Rows], execution: Execution) -> None:
     """Raises `SmeltscopeError` where scores overflowed: every number of such a row is NaN."""
-    if not all(block.mass[..., 0].isfinite().all() for block in rows):
+    for block in rows:
+        check_mass(block.mass[..., 0], execution)
+
+
+def check_mass(mass: Tensor, execution: Execution) -> None:
+    """Raises `SmeltscopeError` where attention mass is not a number."""
+    if not mass.isfinite().all():
         raise SmeltscopeError(
             f"Attention of layer {execution.layer} at visit {execution.visit} is not a number: the model's "
             "scores overflow; check its weights, or run it with --dtype float32."

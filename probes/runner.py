@@ -1,8 +1,6 @@
 """The runner: one forward per batch over a held-out set, fed to every probe, into one run file."""
 
-import ctypes
 import platform
-import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +110,6 @@ def run_probes(
         if done[stops[b] : stops[b + 1]].all():
             continue
         arrays, tables = measure(plan[b])
-        _give_memory_back()
         if writer:
             writer.write(int(stops[b]), int(stops[b + 1]), arrays, tables)
         if on_progress is not None:
@@ -257,13 +254,6 @@ class Measurement:
     def _sample(self, drawn: tuple[np.ndarray, np.ndarray]) -> Sample:
         positions, valid = (torch.from_numpy(array).to(self.device) for array in drawn)
         return Sample(positions=positions, valid=valid)
-
-
-def _give_memory_back() -> None:
-    """glibc keeps what is freed, in pieces that fit worse with every batch: a long run would need more than a short one."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from smeltscope.activations import Variable, values_of
 from smeltscope.model import Execution
+from smeltscope.probes.labels import over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions
 from smeltscope.probes.rows import Rows, check_rows, products, softmax_with_sink
@@ -166,8 +167,7 @@ def sentence(summary: xr.Dataset) -> str:
     """The result in a few sentences, with numbers and intervals."""
     if "moved_share" not in summary:
         return "No layer is visited twice, so there is nothing to swap."
-    number = summary.attrs["documents"]
-    documents = f"over {number} document{'s' * (number != 1)}"
+    documents = over_documents(summary)
     if not np.isfinite(summary["first_change_overall"]):
         return f"No query was counted {documents}: segments of one token have none but the first."
 

@@ -1,12 +1,16 @@
 """Held-out sets made of random tokens, and tiny checkpoints that hold a model in memory."""
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 import xarray as xr
+from hypothesis import strategies as st
 
 from smeltscope.activations import open_run
 from smeltscope.model import Checkpoint, tiny
@@ -94,3 +98,58 @@ def _assert_same_bits(one: str | Path, other: str | Path) -> None:
 def assert_same_bits() -> Callable[..., None]:
     """Holds for two run files with the same numbers to the last bit."""
     return _assert_same_bits
+
+
+@st.composite
+def _any_smelt(draw: st.DrawFn) -> dict[str, Any]:
+    layers, heads = draw(st.integers(3, 5)), draw(st.sampled_from([1, 2, 4]))
+    start = draw(st.integers(0, layers - 1))
+    return {
+        "num_physical_layers": layers,
+        "loop_start": start,
+        "loop_stop": draw(st.integers(start + 1, layers)),
+        "num_visits": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads])),
+        "qk_norm": draw(st.booleans()),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@pytest.fixture(scope="session")
+def any_smelt() -> st.SearchStrategy[dict[str, Any]]:
+    """Sizes of a tiny SMELT: heads, key heads that divide them, a span anywhere, up to three visits."""
+    return _any_smelt()
+
+
+def _run_eagerly(model: Any, ids: torch.Tensor, record: Callable[..., None]) -> None:
+    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "is_causal")}
+    originals = {module: module.eager_attention_forward for module in modules}
+
+    def recording(original: Any) -> Any:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            output, weights = original(module, *args, **kwargs)
+            if module.is_causal and hasattr(module, "layer_idx"):
+                record(weights.detach(), *args, **kwargs)
+            return output, weights
+
+        return forward
+
+    implementation = model.config._attn_implementation
+    try:
+        for module, original in originals.items():
+            module.eager_attention_forward = recording(original)
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            model(ids)
+    finally:
+        for module, original in originals.items():
+            module.eager_attention_forward = original
+        model.set_attn_implementation(implementation)
+
+
+@pytest.fixture(scope="session")
+def run_eagerly() -> Callable[..., None]:
+    """`run_eagerly(model, ids, record)`: one forward in which record(weights, query, key, value, ...) is called for each
+    execution, in order, with what the model's own eager function was given and made."""
+    return _run_eagerly

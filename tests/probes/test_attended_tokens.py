@@ -1,7 +1,6 @@
 """attended-tokens against loops over the models' own eager attention in float64, exact values and simulated rows."""
 
-import sys
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -37,30 +36,13 @@ MODELS = {
 }
 
 
-def eager_attentions(model: torch.nn.Module, ids: np.ndarray) -> list[np.ndarray]:
-    """Attention (H, T, T) of every execution over one segment: what the model's own eager function returns."""
+def eager_attentions(
+    model: torch.nn.Module, ids: np.ndarray, run_eagerly: Callable[..., None]
+) -> list[np.ndarray]:
+    """Attention (H, T, T) of every execution over one segment."""
     seen: list[np.ndarray] = []
-    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "is_causal")}
-    originals = {module: module.eager_attention_forward for module in modules}
-
-    def recording(original):
-        def forward(module, *args, **kwargs):
-            output, weights = original(module, *args, **kwargs)
-            if module.is_causal and hasattr(module, "layer_idx"):
-                seen.append(weights[0].detach().double().numpy())
-            return output, weights
-
-        return forward
-
-    try:
-        for module, original in originals.items():
-            module.eager_attention_forward = recording(original)
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
-            model(torch.from_numpy(ids).long()[None])
-    finally:
-        for module, original in originals.items():
-            module.eager_attention_forward = original
+    tokens = torch.from_numpy(ids).long()[None]
+    run_eagerly(model, tokens, lambda weights, *_, **__: seen.append(weights[0].double().numpy()))
     return seen
 
 
@@ -103,7 +85,13 @@ def nearly_tied(a: np.ndarray, b: np.ndarray) -> int:
     return count
 
 
-def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut, shared: bool) -> None:
+def assert_like(
+    run: xr.DataTree,
+    model: torch.nn.Module,
+    heldout: HeldOut,
+    shared: bool,
+    run_eagerly: Callable[..., None],
+) -> None:
     """All arrays of a run, every query sampled, against `slowly`; `shared`: there is but one K/V head."""
     data = run["attended_tokens"].dataset
     lengths = heldout.lengths.tolist()
@@ -121,7 +109,7 @@ def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut, shar
                 bound[f"{prefix}{key}"][(*place, *at)] = ties
 
     for row, length in enumerate(run["segments"]["tokens"].values):
-        attentions = eager_attentions(model, heldout.segment(lengths.index(length)))
+        attentions = eager_attentions(model, heldout.segment(lengths.index(length)), run_eagerly)
         heads = len(attentions[0])
         assert len(attentions) == len(layers)
         for e, attention in enumerate(attentions):
@@ -148,28 +136,11 @@ def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut, shar
 
 
 @pytest.mark.parametrize("variant", MODELS)
-def test_like_slow_loops(variant, make_run, make_heldout):
+def test_like_slow_loops(variant, make_run, make_heldout, run_eagerly):
     name, overrides = variant.split(",")[0], MODELS[variant]
     run = make_run([PROBE], LENGTHS, name, options=ALL, **overrides)
     shared = overrides.get("num_key_value_heads") == 1
-    assert_like(run, tiny(name, **overrides), make_heldout(LENGTHS), shared)
-
-
-@st.composite
-def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a tiny SMELT: heads, key heads that divide them, a span anywhere, up to three visits."""
-    layers, heads = draw(st.integers(3, 5)), draw(st.sampled_from([1, 2, 4]))
-    start = draw(st.integers(0, layers - 1))
-    return {
-        "num_physical_layers": layers,
-        "loop_start": start,
-        "loop_stop": draw(st.integers(start + 1, layers)),
-        "num_visits": draw(st.integers(1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads])),
-        "qk_norm": draw(st.booleans()),
-        "seed": draw(st.integers(0, 1000)),
-    }
+    assert_like(run, tiny(name, **overrides), make_heldout(LENGTHS), shared, run_eagerly)
 
 
 @settings(
@@ -177,12 +148,13 @@ def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # every run has a file of its own
 )
-@given(smelt=any_smelt(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
-def test_any_smelt_like_slow_loops(make_run, make_heldout, smelt, lengths):
+@given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
+def test_any_smelt_like_slow_loops(make_run, make_heldout, run_eagerly, any_smelt, data, lengths):
+    smelt = data.draw(any_smelt)
     options = RunOptions(max_length=80, batch_tokens=150, sampled_queries=80)
     run = make_run([PROBE], lengths, options=options, **smelt)
     shared = smelt["num_key_value_heads"] == 1
-    assert_like(run, tiny("smelt", **smelt), make_heldout(lengths), shared)
+    assert_like(run, tiny("smelt", **smelt), make_heldout(lengths), shared, run_eagerly)
 
 
 def rows_from(scores: torch.Tensor, sink: torch.Tensor | None = None) -> Rows:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -108,34 +107,18 @@ def test_sweep_like_slow_loops(make_run, make_heldout, trained):
     assert_sweep_like(run, tiny("smelt", num_visits=trained), make_heldout(LENGTHS))
 
 
-@st.composite
-def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a tiny SMELT: heads, key heads that divide them, a span anywhere, up to three visits."""
-    layers, heads = draw(st.integers(3, 5)), draw(st.sampled_from([1, 2, 4]))
-    start = draw(st.integers(0, layers - 1))
-    return {
-        "num_physical_layers": layers,
-        "loop_start": start,
-        "loop_stop": draw(st.integers(start + 1, layers)),
-        "num_visits": draw(st.integers(1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads])),
-        "qk_norm": draw(st.booleans()),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
 @settings(
     max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # every run has a file of its own
 )
 @given(
-    smelt=any_smelt(),
+    data=st.data(),
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4, unique=True),
     visits=st.lists(st.integers(0, 3), min_size=1, unique=True),
 )
-def test_any_smelt_like_slow_loops(make_run, make_heldout, smelt, lengths, visits):
+def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, lengths, visits):
+    smelt = data.draw(any_smelt)
     whole_stack = smelt["loop_stop"] - smelt["loop_start"] == smelt["num_physical_layers"]
     assume(not (whole_stack and 0 in visits))  # no layer would be left
     options = RunOptions(max_length=80, batch_tokens=150)

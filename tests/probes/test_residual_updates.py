@@ -1,7 +1,6 @@
 """residual-updates against loops in float64 over what plain hooks saw, TransformerLens, and exact values."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -190,30 +189,14 @@ def test_like_slow_loops(run_of, make_heldout, variant):
     assert_like(run, expected)
 
 
-@st.composite
-def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a tiny SMELT: heads, key heads that divide them, a span anywhere, up to three visits."""
-    layers, heads = draw(st.integers(3, 5)), draw(st.sampled_from([1, 2, 4]))
-    start = draw(st.integers(0, layers - 1))
-    return {
-        "num_physical_layers": layers,
-        "loop_start": start,
-        "loop_stop": draw(st.integers(start + 1, layers)),
-        "num_visits": draw(st.integers(1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads])),
-        "qk_norm": draw(st.booleans()),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
 @settings(
     max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # every run has a file of its own
 )
-@given(smelt=any_smelt(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4, unique=True))
-def test_any_smelt_like_slow_loops(make_run, make_heldout, smelt, lengths):
+@given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4, unique=True))
+def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, lengths):
+    smelt = data.draw(any_smelt)
     model, heldout = tiny("smelt", **smelt), make_heldout(lengths)
     expected = {
         length: slowly(seen_by_hooks(model, heldout.segment(i)), executions_of(model.config))

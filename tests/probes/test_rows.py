@@ -1,6 +1,5 @@
 """Rows of sampled queries against the models' own eager attention, seen by a wrapper of our own."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -27,35 +26,6 @@ MODELS = {
 }
 
 
-def eager_attentions(model: torch.nn.Module, ids: torch.Tensor) -> list[np.ndarray]:
-    """Attention (B, H, T, T) of every execution, in order: what the model's own eager function returns."""
-    seen: list[np.ndarray] = []
-    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "is_causal")}
-    originals = {module: module.eager_attention_forward for module in modules}
-
-    def recording(original):
-        def forward(module, *args, **kwargs):
-            output, weights = original(module, *args, **kwargs)
-            if module.is_causal and hasattr(module, "layer_idx"):
-                seen.append(weights.detach().double().numpy())
-            return output, weights
-
-        return forward
-
-    implementation = model.config._attn_implementation
-    try:
-        for module, original in originals.items():
-            module.eager_attention_forward = recording(original)
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
-            model(ids)
-    finally:
-        for module, original in originals.items():
-            module.eager_attention_forward = original
-        model.set_attn_implementation(implementation)
-    return seen
-
-
 def some_tokens(length: int, rows: int) -> torch.Tensor:
     return torch.randint(1, 256, (rows, length), generator=torch.Generator().manual_seed(0))
 
@@ -74,10 +44,11 @@ def attentions_of(model: torch.nn.Module, ids: torch.Tensor) -> list[Attention]:
 
 
 @pytest.mark.parametrize("variant", MODELS)
-def test_like_eager_attention(variant):
+def test_like_eager_attention(run_eagerly, variant):
     model = tiny(variant.split(",")[0], **MODELS[variant])
     ids, queries = some_tokens(max(LENGTHS), len(LENGTHS)), sample(LENGTHS)
-    expected = eager_attentions(model, ids)
+    expected: list[np.ndarray] = []  # (B, H, T, T) of every execution
+    run_eagerly(model, ids, lambda weights, *_, **__: expected.append(weights.double().numpy()))
     attentions = attentions_of(model, ids)
     assert len(expected) == len(attentions)
     hidden_somewhere = False

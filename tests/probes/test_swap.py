@@ -1,6 +1,6 @@
 """swap against loops over the queries, keys and values of the models' own eager attention, and constructions by hand."""
 
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,48 +48,32 @@ class Parts:
     sink: np.ndarray  # (H, T), -inf where there is none
 
 
-def eager_parts(model: torch.nn.Module, ids: np.ndarray) -> list[Parts]:
-    """The parts of every execution over one segment, as the model's own eager function is given them."""
+def parts_of(weights: Tensor, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Parts:
+    """The parts of one execution over one segment, from what the model's own eager function was given and made."""
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = (
+        x[0].detach().double().numpy()
+        for x in (query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+    )
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    # Bias and sink from the weights that came out: log w = score - log of the sum, for each query.
+    w = weights[0].double().numpy()
+    with np.errstate(divide="ignore"):
+        rest = np.log(w) - scale * q @ k.transpose(0, 2, 1)
+        # Free up to a constant for each query, which the sink shares.
+        sink = np.log(np.maximum(1 - w.sum(-1), 0))
+    sink[w.sum(-1) > 1 - 1e-6] = -np.inf
+    return Parts(q=q, k=k, v=v, scale=scale, bias=rest, sink=sink)
+
+
+def eager_parts(
+    model: torch.nn.Module, ids: np.ndarray, run_eagerly: Callable[..., None]
+) -> list[Parts]:
+    """The parts of every execution over one segment."""
     seen: list[Parts] = []
-    modules = {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "is_causal")}
-    originals = {module: module.eager_attention_forward for module in modules}
-
-    def recording(original):
-        def forward(module, query, key, value, *args, **kwargs):
-            output, weights = original(module, query, key, value, *args, **kwargs)
-            if module.is_causal and hasattr(module, "layer_idx"):
-                repeats = query.shape[1] // key.shape[1]
-                q, k, v = (
-                    x[0].detach().double().numpy()
-                    for x in (
-                        query,
-                        key.repeat_interleave(repeats, 1),
-                        value.repeat_interleave(repeats, 1),
-                    )
-                )
-                scale = kwargs.get("scaling")
-                scale = query.shape[-1] ** -0.5 if scale is None else scale
-                # Bias and sink from the weights that came out: log w = score - log of the sum, for each query.
-                w = weights[0].detach().double().numpy()
-                with np.errstate(divide="ignore"):
-                    rest = np.log(w) - scale * q @ k.transpose(0, 2, 1)
-                    # Free up to a constant for each query, which the sink shares.
-                    sink = np.log(np.maximum(1 - w.sum(-1), 0))
-                sink[w.sum(-1) > 1 - 1e-6] = -np.inf
-                seen.append(Parts(q=q, k=k, v=v, scale=scale, bias=rest, sink=sink))
-            return output, weights
-
-        return forward
-
-    try:
-        for module, original in originals.items():
-            module.eager_attention_forward = recording(original)
-        model.set_attn_implementation("eager")
-        with torch.no_grad():
-            model(torch.from_numpy(ids).long()[None])
-    finally:
-        for module, original in originals.items():
-            module.eager_attention_forward = original
+    tokens = torch.from_numpy(ids).long()[None]
+    run_eagerly(model, tokens, lambda *given, **named: seen.append(parts_of(*given[:4], **named)))
     return seen
 
 
@@ -139,7 +123,9 @@ def slowly(a: Parts, b: Parts, h: int) -> dict[str, np.ndarray]:
     return sums
 
 
-def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut) -> bool:
+def assert_like(
+    run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut, run_eagerly: Callable[..., None]
+) -> bool:
     """All arrays of a run, every query sampled, against `slowly`. Whether there are learned sinks."""
     data, lengths = run["swap"].dataset, heldout.lengths.tolist()
     expected = {key: np.full(array.shape, np.nan) for key, array in data.data_vars.items()}
@@ -147,7 +133,7 @@ def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut) -> b
     layers, visits = run["layer"].values, run["visit"].values
     sinks = 0
     for segment_row, length in enumerate(run["segments"]["tokens"].values):
-        parts = eager_parts(model, heldout.segment(lengths.index(length)))
+        parts = eager_parts(model, heldout.segment(lengths.index(length)), run_eagerly)
         assert len(parts) == len(layers)
         for e, later in enumerate(parts):
             for earlier in np.flatnonzero((layers == layers[e]) & (visits < visits[e])):
@@ -165,28 +151,11 @@ def assert_like(run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut) -> b
 
 
 @pytest.mark.parametrize("variant", MODELS)
-def test_like_slow_loops(variant, make_run, make_heldout):
+def test_like_slow_loops(variant, make_run, make_heldout, run_eagerly):
     name, overrides = variant.split(",")[0], MODELS[variant]
     run = make_run([PROBE], LENGTHS, name, options=ALL, **overrides)
-    sinks = assert_like(run, tiny(name, **overrides), make_heldout(LENGTHS))
+    sinks = assert_like(run, tiny(name, **overrides), make_heldout(LENGTHS), run_eagerly)
     assert sinks == (name == "inkling2_loop")
-
-
-@st.composite
-def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes of a tiny SMELT: heads, key heads that divide them, a span anywhere, up to three visits."""
-    layers, heads = draw(st.integers(3, 5)), draw(st.sampled_from([1, 2, 4]))
-    start = draw(st.integers(0, layers - 1))
-    return {
-        "num_physical_layers": layers,
-        "loop_start": start,
-        "loop_stop": draw(st.integers(start + 1, layers)),
-        "num_visits": draw(st.integers(1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads])),
-        "qk_norm": draw(st.booleans()),
-        "seed": draw(st.integers(0, 1000)),
-    }
 
 
 @settings(
@@ -194,14 +163,15 @@ def any_smelt(draw: st.DrawFn) -> dict[str, Any]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # every run has a file of its own
 )
-@given(smelt=any_smelt(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
-def test_any_smelt_like_slow_loops(make_run, make_heldout, smelt, lengths):
+@given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
+def test_any_smelt_like_slow_loops(make_run, make_heldout, run_eagerly, any_smelt, data, lengths):
+    smelt = data.draw(any_smelt)
     options = RunOptions(max_length=80, batch_tokens=150, sampled_queries=80)
     run = make_run([PROBE], lengths, options=options, **smelt)
     if smelt["num_visits"] == 1:
         assert len(run["swap"].data_vars) == 0
         return
-    assert not assert_like(run, tiny("smelt", **smelt), make_heldout(lengths))
+    assert not assert_like(run, tiny("smelt", **smelt), make_heldout(lengths), run_eagerly)
 
 
 # By hand
