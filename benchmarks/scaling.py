@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k]
 
 Runs `probe batch` over the shipped held-out text, repeated as often as needed, each time in a process of its own, and
-prints processor seconds per token, start-up excluded (a run over 1,000 tokens), and the peak of resident memory.
+prints processor seconds per token, start-up and bootstrap excluded (a run over 2,000 tokens), and the peak of resident memory.
 """
 
 import argparse
@@ -29,12 +29,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         repeat_text(folder / "text", times=3)
-        start, _ = run(options.ckpt, folder, "1k")
+        start, _ = run(options.ckpt, folder, "2k")
         print("| tokens | processor seconds, start-up aside | per 1,000 tokens | peak MB |")
         print("|---|---|---|---|")
         for tokens in dict.fromkeys([*options.seconds_at, *options.peak_at]):
             seconds, peak = run(options.ckpt, folder, tokens)
-            number = float(tokens.removesuffix("k")) - 1
+            number = float(tokens.removesuffix("k")) - 2
             spent = seconds - start
             print(
                 f"| {tokens} | {spent:.1f} | {spent / number:.4f} | {peak / 2**20:,.0f} |",

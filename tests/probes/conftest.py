@@ -70,7 +70,7 @@ def make_run(tmp_path) -> Callable[..., xr.DataTree]:
 
     def run(probes, lengths=(40, 33, 70, 2, 1), name="smelt", *, options=None, **overrides):
         checkpoint, heldout = _checkpoint(name, **overrides), _heldout(lengths)
-        chosen = options or RunOptions(max_length=max(lengths), batch_tokens=300)
+        chosen = options or RunOptions(max_length=max(lengths), batch_tokens=1200)
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
         return open_run(run_probes(checkpoint, heldout, probes, out, chosen))
 

@@ -21,7 +21,7 @@ from smeltscope.tasks import HeldOut
 PROBE = AttendedTokens()
 LENGTHS = [72, 9, 3, 2, 1]
 # Every query is sampled, so that the loops need not know how.
-ALL = RunOptions(max_length=max(LENGTHS), batch_tokens=300, sampled_queries=max(LENGTHS))
+ALL = RunOptions(max_length=max(LENGTHS), batch_tokens=1200, sampled_queries=max(LENGTHS))
 MODELS = {
     "smelt, 3 visits": {"num_visits": 3},
     "smelt, 1 visit, one key head": {"num_visits": 1, "num_key_value_heads": 1},
@@ -151,7 +151,7 @@ def test_like_slow_loops(variant, make_run, make_heldout, run_eagerly):
 @given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
 def test_any_smelt_like_slow_loops(make_run, make_heldout, run_eagerly, any_smelt, data, lengths):
     smelt = data.draw(any_smelt)
-    options = RunOptions(max_length=80, batch_tokens=150, sampled_queries=80)
+    options = RunOptions(max_length=80, batch_tokens=600, sampled_queries=80)
     run = make_run([PROBE], lengths, options=options, **smelt)
     shared = smelt["num_key_value_heads"] == 1
     assert_like(run, tiny("smelt", **smelt), make_heldout(lengths), shared, run_eagerly)
@@ -296,7 +296,7 @@ def silenced(checkpoint):
 @pytest.fixture
 def run_of(tmp_path, make_heldout):
     def run(checkpoint, lengths, **options):
-        options = {"max_length": max(lengths), "batch_tokens": 400} | options
+        options = {"max_length": max(lengths), "batch_tokens": 1600} | options
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
         done = run_probes(checkpoint, make_heldout(lengths), [PROBE], out, RunOptions(**options))
         return open_run(done)
@@ -366,7 +366,7 @@ def test_a_segment_does_not_depend_on_its_neighbours(name, run_of, make_checkpoi
     """The same segments alone and in other batches, with sampled queries."""
     lengths = [70, 90, 12, 80, 2]
     apart = run_of(make_checkpoint(name), lengths, batch_tokens=90, sampled_queries=20)
-    together = run_of(make_checkpoint(name), lengths, batch_tokens=1000, sampled_queries=20)
+    together = run_of(make_checkpoint(name), lengths, batch_tokens=4000, sampled_queries=20)
     order = [list(r["segments"]["tokens"].values) for r in (apart, together)]
     for key, array in together["attended_tokens"].data_vars.items():
         for row, length in enumerate(order[1]):

@@ -281,7 +281,7 @@ def test_edges_of_positions():
 @pytest.fixture
 def run_of(tmp_path, make_checkpoint, make_heldout):
     def run(
-        checkpoint, lengths, *, batch_tokens=256, max_length=128, per_document=1
+        checkpoint, lengths, *, batch_tokens=1024, max_length=128, per_document=1
     ) -> xr.DataTree:
         number = len(list(tmp_path.iterdir()))
         options = RunOptions(max_length=max_length, batch_tokens=batch_tokens)
@@ -479,7 +479,7 @@ def test_sampled_queries_like_slow_loops(make_run, make_heldout, variant):
     """All queries sampled; ragged segments, one of one token and one of two, padded on the right."""
     name, overrides = variant.split(",")[0], MODELS.get(variant, {})
     lengths = [30, 12, 2, 1]
-    options = RunOptions(max_length=30, batch_tokens=400)
+    options = RunOptions(max_length=30, batch_tokens=1600)
     run = make_run([AttentionSink()], lengths, name, options=options, **overrides)
     data, heldout, model = (
         run["attention_sink"].dataset,

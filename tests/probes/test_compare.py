@@ -46,7 +46,7 @@ def sink_run(make_checkpoint, make_heldout, tmp_path_factory) -> Callable[..., x
         name: str = "smelt",
         lengths: tuple[int, ...] = LENGTHS,
         probe: Probe = SINK,
-        batch_tokens: int = 300,
+        batch_tokens: int = 1200,
         text: int = 0,
         dtype: Any = None,
         **size: Any,

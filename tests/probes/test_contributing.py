@@ -20,7 +20,7 @@ def test_the_example_measures_what_it_says(tmp_path, make_checkpoint, make_heldo
     exec(code, names)  # noqa: S102
     probe = names["WriteAlignment"]()
     heldout = make_heldout([30, 12, 1, 2])
-    options = RunOptions(max_length=30, batch_tokens=100)
+    options = RunOptions(max_length=30, batch_tokens=400)
     run = open_run(run_probes(make_checkpoint(), heldout, [probe], tmp_path / "run.h5", options))
     summary = summarize(run, probe)
 

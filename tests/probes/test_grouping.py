@@ -144,7 +144,7 @@ def test_a_group_is_summarised_like_a_run_over_it_alone(
         offsets=np.cumsum([0, *map(len, pieces)]),
         document=heldout.document[segments],
     )
-    options = RunOptions(max_length=70, batch_tokens=300)
+    options = RunOptions(max_length=70, batch_tokens=1200)
     out = run_probes(
         make_checkpoint("smelt"),
         alone,

@@ -25,8 +25,8 @@ folder, rounds = Path(sys.argv[2]), int(sys.argv[3])
 checkpoint = made._checkpoint("smelt", num_physical_layers=3)
 probes = [make_probe(name) for name in PROBES]
 heldout = made._heldout([9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12, 90, 41, 77, 100, 26, 50, 8, 66, 96])
-options = RunOptions(max_length=128, batch_tokens=130)
-assert len(plan_batches(heldout.lengths, options.batch_tokens)) == 12
+options = RunOptions(max_length=128, batch_tokens=480)
+assert len(plan_batches(heldout.lengths, options.batch_tokens, options.sampled_queries)) == 12
 
 def run(name, delay=None):
     # A process of its own, killed after `delay` seconds; forked from one that has imported everything.

@@ -121,7 +121,7 @@ def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, leng
     smelt = data.draw(any_smelt)
     whole_stack = smelt["loop_stop"] - smelt["loop_start"] == smelt["num_physical_layers"]
     assume(not (whole_stack and 0 in visits))  # no layer would be left
-    options = RunOptions(max_length=80, batch_tokens=150)
+    options = RunOptions(max_length=80, batch_tokens=600)
     run = make_run([Loss(visits=tuple(visits))], lengths, options=options, **smelt)
     model, heldout = tiny("smelt", **smelt), make_heldout(lengths)
     assert_positions_like(run, model, heldout)

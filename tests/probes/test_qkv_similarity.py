@@ -167,7 +167,7 @@ def test_like_slow_loops(run_of, make_heldout, variant):
 @given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4, unique=True))
 def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, lengths):
     smelt = data.draw(any_smelt) | {"head_dim": HEAD}
-    options = RunOptions(max_length=80, batch_tokens=150, sampled_tokens=80)
+    options = RunOptions(max_length=80, batch_tokens=600, sampled_tokens=80)
     run = make_run([QkvSimilarity()], lengths, options=options, **smelt)
     if smelt["num_visits"] == 1:
         assert len(run["qkv_similarity"].data_vars) == 0

@@ -202,7 +202,7 @@ def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, leng
         length: slowly(seen_by_hooks(model, heldout.segment(i)), executions_of(model.config))
         for i, length in enumerate(lengths)
     }
-    options = RunOptions(max_length=80, batch_tokens=150, sampled_tokens=80)
+    options = RunOptions(max_length=80, batch_tokens=600, sampled_tokens=80)
     assert_like(make_run([ResidualUpdates()], lengths, options=options, **smelt), expected)
 
 
@@ -244,7 +244,7 @@ def test_norms_of_unit_gain_have_ratio_1(make_checkpoint, make_heldout, tmp_path
         for name, parameter in checkpoint.model.named_parameters():
             if "layernorm" in name:
                 parameter.fill_(1)
-    options = RunOptions(max_length=50, batch_tokens=100)
+    options = RunOptions(max_length=50, batch_tokens=400)
     out = run_probes(
         checkpoint, make_heldout((50, 40)), [ResidualUpdates()], tmp_path / "run.h5", options
     )
@@ -477,7 +477,7 @@ def test_cosines_of_a_sample_of_tokens(make_run):
         make_run(
             [ResidualUpdates()],
             (200, 150),
-            options=RunOptions(max_length=200, batch_tokens=400, sampled_tokens=n),
+            options=RunOptions(max_length=200, batch_tokens=1600, sampled_tokens=n),
         )
         for n in (70, 200)
     )

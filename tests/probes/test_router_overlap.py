@@ -197,7 +197,7 @@ def test_like_slow_sets(variant, make_checkpoint, make_heldout, tmp_path):
     checkpoint = made(make_checkpoint, variant.split(",")[0], **MODELS[variant])
     heldout = make_heldout(LENGTHS)
     heldout = replace(heldout, tokens=heldout.tokens % 23)  # ids that occur again
-    options = RunOptions(max_length=64, batch_tokens=100)
+    options = RunOptions(max_length=64, batch_tokens=400)
     run = open_run(run_probes(checkpoint, heldout, [PROBE], tmp_path / "run.h5", options))
     data, segments = run["router_overlap"].dataset, run["segments"].dataset
     layers, visits = data["layer"].values.tolist(), data["visit"].values.tolist()
@@ -289,7 +289,7 @@ def test_identical_visits_share_everything(make_checkpoint, make_heldout, tmp_pa
     for layer in checkpoint.model.model.layers[1:4]:  # what the span writes is zero
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.experts.down_proj.data.zero_()
-    options = RunOptions(max_length=64, batch_tokens=100)
+    options = RunOptions(max_length=64, batch_tokens=400)
     run = open_run(
         run_probes(checkpoint, make_heldout(LENGTHS), [PROBE], tmp_path / "run.h5", options)
     )
@@ -598,7 +598,7 @@ def test_bfloat16(make_checkpoint, make_heldout, tmp_path):
     summaries = {}
     for dtype in (torch.float32, torch.bfloat16):
         out = tmp_path / f"{dtype}.h5"
-        options = RunOptions(max_length=128, batch_tokens=400)
+        options = RunOptions(max_length=128, batch_tokens=1600)
         run_probes(
             make_checkpoint("smelt", dtype=dtype),
             make_heldout([120, 100, 90, 80]),

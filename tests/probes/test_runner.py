@@ -18,7 +18,7 @@ from smeltscope.probes.attention_sink import measure_sink
 from smeltscope.tasks import HeldOut, plan_batches
 
 LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
-OPTIONS = RunOptions(max_length=128, batch_tokens=300)
+OPTIONS = RunOptions(max_length=128, batch_tokens=600)
 
 
 def reordered(heldout: HeldOut, order: list[int]) -> HeldOut:
@@ -65,12 +65,10 @@ def probe(tmp_path):
 def test_batching_and_order_change_nothing(probe, make_checkpoint, make_heldout, name):
     checkpoint, heldout = make_checkpoint(name), make_heldout(LENGTHS)
     together = by_segment(probe(checkpoint, heldout, name="a.h5"))
-    alone = RunOptions(
-        max_length=128, batch_tokens=128
-    )  # the long ones alone, others with more padding
+    alone = RunOptions(max_length=128, batch_tokens=128)
     assert_close(by_segment(probe(checkpoint, heldout, alone, "b.h5")), together)
     mixed = reordered(heldout, [4, 2, 0, 11, 10, 1, 3, 5, 9, 8, 7, 6])
-    large = RunOptions(max_length=128, batch_tokens=128 * len(LENGTHS))
+    large = RunOptions(max_length=128, batch_tokens=4 * 128 * len(LENGTHS))
     assert_close(by_segment(probe(checkpoint, mixed, large, "c.h5")), together)
 
 
@@ -115,7 +113,7 @@ def test_what_the_file_says_about_the_run(probe, make_checkpoint, make_heldout):
         "tensor_parallel": 1,
         "dtype": "float32",
         "max_length": 128,
-        "batch_tokens": 300,
+        "batch_tokens": 600,
         "seed": 0,
         "sampled_queries": 64,
         "sampled_tokens": 64,
@@ -194,7 +192,7 @@ def stop_after(batches: int):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"batch_tokens": 256}, "batch_tokens: was 300, is 256"),
+        ({"batch_tokens": 256}, "batch_tokens: was 600, is 256"),
         ({"max_length": 256}, "max_length: was 128, is 256"),
         ({"seed": 1}, "seed: was 0, is 1"),
         ("checkpoint", "checkpoint_digest: was 'smelt "),
@@ -252,7 +250,7 @@ def test_an_interrupted_run_goes_on(
     hook = checkpoint.model.model.register_forward_hook(lambda *_: forwards.append(1))
     cut = probe(checkpoint, heldout, name="cut.h5")
     hook.remove()
-    batches = len(plan_batches(heldout.lengths, OPTIONS.batch_tokens))
+    batches = len(plan_batches(heldout.lengths, OPTIONS.batch_tokens, OPTIONS.sampled_queries))
     assert len(forwards) == 1 + batches - 2  # the first tells the shape; two batches were done
     assert_same_bits(tmp_path / "whole.h5", tmp_path / "cut.h5")
     assert cut["segments/done"].all() and whole["segments/done"].all()
@@ -275,7 +273,7 @@ def run(out, kill):
         if len(calls) == kill:
             os.kill(os.getpid(), signal.SIGKILL)
     heldout = made._heldout([9, 70, 2, 33, 64, 17, 3, 70, 5, 128, 12])
-    options = RunOptions(max_length=128, batch_tokens=150)
+    options = RunOptions(max_length=128, batch_tokens=600)
     run_probes(made._checkpoint("smelt"), heldout, [AttentionSink()], out, options, on_progress=on_progress)
 
 # Each run is a process of its own; forked, so that torch is imported once.

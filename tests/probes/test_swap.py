@@ -25,7 +25,7 @@ from smeltscope.tasks import HeldOut
 PROBE = Swap()
 LENGTHS = [40, 21, 3, 2, 1]
 # Every query is sampled, so that the loops need not know how.
-ALL = RunOptions(max_length=max(LENGTHS), batch_tokens=300, sampled_queries=max(LENGTHS))
+ALL = RunOptions(max_length=max(LENGTHS), batch_tokens=1200, sampled_queries=max(LENGTHS))
 MODELS = {
     "smelt": {},
     "smelt, 3 visits": {"num_visits": 3},
@@ -166,7 +166,7 @@ def test_like_slow_loops(variant, make_run, make_heldout, run_eagerly):
 @given(data=st.data(), lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True))
 def test_any_smelt_like_slow_loops(make_run, make_heldout, run_eagerly, any_smelt, data, lengths):
     smelt = data.draw(any_smelt)
-    options = RunOptions(max_length=80, batch_tokens=150, sampled_queries=80)
+    options = RunOptions(max_length=80, batch_tokens=600, sampled_queries=80)
     run = make_run([PROBE], lengths, options=options, **smelt)
     if smelt["num_visits"] == 1:
         assert len(run["swap"].data_vars) == 0
@@ -309,7 +309,7 @@ def silenced(checkpoint):
 @pytest.fixture
 def run_of(tmp_path, make_heldout):
     def run(checkpoint, lengths, **options):
-        options = {"max_length": max(lengths), "batch_tokens": 400} | options
+        options = {"max_length": max(lengths), "batch_tokens": 1600} | options
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
         done = run_probes(checkpoint, make_heldout(lengths), [PROBE], out, RunOptions(**options))
         return open_run(done)
@@ -370,7 +370,7 @@ def test_a_segment_does_not_depend_on_its_neighbours(run_of, make_checkpoint):
     """The same segments alone and in other batches, with sampled queries."""
     lengths = [70, 90, 12, 80, 2]
     apart = run_of(make_checkpoint("smelt"), lengths, batch_tokens=90, sampled_queries=20)
-    together = run_of(make_checkpoint("smelt"), lengths, batch_tokens=1000, sampled_queries=20)
+    together = run_of(make_checkpoint("smelt"), lengths, batch_tokens=4000, sampled_queries=20)
     order = [list(r["segments"]["tokens"].values) for r in (apart, together)]
     for key, array in together["swap"].data_vars.items():
         for i, length in enumerate(order[1]):

@@ -82,7 +82,7 @@ def seen_by(bridge: Any, ids: np.ndarray, queries: np.ndarray) -> Seen:
 def both(tiny_checkpoint, make_heldout, tmp_path_factory):
     """The rows of a run, and what TransformerLens saw of each row's segment."""
     checkpoint, heldout = load_checkpoint(tiny_checkpoint), make_heldout(LENGTHS)
-    options = RunOptions(max_length=max(LENGTHS), batch_tokens=300, sampled_queries=SAMPLED)
+    options = RunOptions(max_length=max(LENGTHS), batch_tokens=1200, sampled_queries=SAMPLED)
     out = tmp_path_factory.mktemp("runs") / "run.h5"
     run = open_run(run_probes(checkpoint, heldout, PROBES, out, options))
     bridge = TransformerBridge.boot_transformers(str(tiny_checkpoint), device="cpu")

@@ -18,7 +18,7 @@ from smeltscope.probes.workers import split_batches
 from smeltscope.registry import PROBES, make_probe
 
 LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
-OPTIONS = RunOptions(max_length=128, batch_tokens=300)
+OPTIONS = RunOptions(max_length=128, batch_tokens=600)
 
 
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 9))
@@ -41,7 +41,7 @@ from smeltscope.probes import RunOptions, run_probes
 from smeltscope.registry import PROBES, make_probe
 out = run_probes(
     made._checkpoint("smelt"), made._heldout({lengths}), [make_probe(name) for name in PROBES],
-    sys.argv[2], RunOptions(max_length=128, batch_tokens=300),
+    sys.argv[2], RunOptions(max_length=128, batch_tokens=600),
 )
 assert out.exists()
 """

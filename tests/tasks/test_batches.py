@@ -41,6 +41,18 @@ def test_every_segment_once_within_the_budget(lengths, batch_tokens):
     assert [b.tolist() for b in batches] == [b.tolist() for b in again]
 
 
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=80), st.integers(64, 300), st.integers(1, 80)
+)
+def test_sampled_tokens_are_bounded(lengths, batch_tokens, sampled):
+    lengths = np.array(lengths)
+    batches = plan_batches(lengths, batch_tokens, sampled)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        looked_at = len(batch) * min(lengths[batch].max(), sampled)
+        assert len(batch) == 1 or 4 * looked_at <= batch_tokens
+
+
 def test_equal_lengths_keep_their_order():
     assert [b.tolist() for b in plan_batches(np.full(5, 4), 8)] == [[0, 1], [2, 3], [4]]
 
