@@ -22,6 +22,7 @@ from smeltscope.tasks.files import (
     find_files,
     quiet_datasets,
 )
+from smeltscope.tasks.prompts import Prompts
 from smeltscope.tasks.tokens import SpecialTokens, start_token, tokenize
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class HeldOut:
     dropped: dict[str, int]  # what was left out, by reason
     notes: list[str]  # sentences for the user
     digest: str  # sha256 of tokens, offsets, document ids, categories, sources: the data of a run
+    prompts: Prompts | None = None  # where the segments are prompts
 
     def __len__(self) -> int:
         return len(self.document)
