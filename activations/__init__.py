@@ -3,9 +3,11 @@
 from smeltscope.activations.attention import Attention, values_of
 from smeltscope.activations.capture import Capture, capture, sites_of
 from smeltscope.activations.dump import Dump, dump_sites, open_dump
+from smeltscope.activations.edit import editing
 from smeltscope.activations.head import decode, head_of
 from smeltscope.activations.sites import SITES, Routing
 from smeltscope.activations.store import (
+    Fixed,
     RunWriter,
     Schema,
     Variable,
@@ -22,6 +24,7 @@ __all__ = [
     "Attention",
     "Capture",
     "Dump",
+    "Fixed",
     "Routing",
     "RunWriter",
     "Schema",
@@ -31,6 +34,7 @@ __all__ = [
     "check_out",
     "decode",
     "dump_sites",
+    "editing",
     "flattened",
     "head_of",
     "is_finished",

@@ -34,6 +34,13 @@ def gather(part: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(parts, dim)
 
 
+def share(whole: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """This process's part of what `gather` put together."""
+    if group is None:
+        return whole
+    return whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
 def gather_attention(part: Attention, group: dist.ProcessGroup | None) -> Attention:
     """The attention of all heads."""
     if group is None:

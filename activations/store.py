@@ -30,6 +30,7 @@ from smeltscope.errors import SmeltscopeError
 
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 256 * 1024
+_PACKING: dict[str, Any] = {"shuffle": True, "compression": "gzip", "compression_opts": 1}
 _Value = TypeVar("_Value")
 
 
@@ -53,12 +54,23 @@ class Variable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """An array that is known before the run begins, whole."""
+
+    dims: tuple[str, ...]
+    values: np.ndarray
+    description: str
+    units: str = "1"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schema:
     """All that a run file holds besides its numbers.
 
     `dimensions` maps each dimension to its coordinate values; `coordinates` are further labels,
-    {name: (dimension, values)}; `groups` maps a probe's group to its arrays, `tables` to its tables; `identity` is
-    what a resumed run must share (checkpoint, data, options), as JSON values; `attributes` is the rest.
+    {name: (dimension, values)}; `groups` maps a probe's group to its arrays, `tables` to its tables, `fixed` a group to
+    what is known beforehand; `identity` is what a resumed run must share (checkpoint, data, options), as JSON
+    values; `attributes` is the rest.
     """
 
     dimensions: Mapping[str, np.ndarray]
@@ -66,6 +78,7 @@ class Schema:
     segments: Mapping[str, np.ndarray]  # one value for each segment
     groups: Mapping[str, Mapping[str, Variable]]
     tables: Mapping[str, Mapping[str, Variable]] = field(default_factory=dict)
+    fixed: Mapping[str, Mapping[str, Fixed]] = field(default_factory=dict)
     group_attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -434,10 +447,15 @@ def _allocate(file: h5py.File, schema: Schema, *, packed: bool = False) -> None:
     segments = file.create_group("segments")
     for name, values in schema.segments.items():
         _dataset(segments, name, values).dims[0].attach_scale(file["segment"])
-    for name in {**schema.groups, **schema.tables}:
+    for name in {**schema.groups, **schema.tables, **schema.fixed}:
         group = file.create_group(name)
         for key, value in schema.group_attributes.get(name, {}).items():
             group.attrs[key] = _encoded(value)
+    for path, known in _by_path(schema.fixed):
+        dataset = _dataset(file, path, known.values, **_PACKING)
+        for axis, dim in enumerate(known.dims):
+            dataset.dims[axis].attach_scale(file[dim])
+        _describe(dataset, known)
     for path, variable in _written(schema):
         scales = [file[d] for d in variable.dims if not (packed and d == "slot")]
         shape, kind = tuple(len(scale) for scale in scales), np.dtype(variable.dtype)
@@ -445,14 +463,17 @@ def _allocate(file: h5py.File, schema: Schema, *, packed: bool = False) -> None:
         if not packed:
             storage = {"fill_time": "never"}  # HDF5 would fill what is about to be filled
         elif all(shape) and shape:
-            storage = {"chunks": _chunks(shape, kind.itemsize), "shuffle": True}
-            storage |= {"compression": "gzip", "compression_opts": 1}
+            storage = {"chunks": _chunks(shape, kind.itemsize), **_PACKING}
         fill = np.nan if kind.kind == "f" else 0
         dataset = file.create_dataset(path, shape, kind, fillvalue=fill, **storage)
         for axis, scale in enumerate(scales):
             dataset.dims[axis].attach_scale(scale)
-        dataset.attrs["description"] = variable.description
-        dataset.attrs["units"] = variable.units
+        _describe(dataset, variable)
+
+
+def _describe(dataset: h5py.Dataset, array: Variable | Fixed) -> None:
+    dataset.attrs["description"] = array.description
+    dataset.attrs["units"] = array.units
 
 
 def _copy(
@@ -481,12 +502,12 @@ def _copy(
             check()
 
 
-def _dataset(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
+def _dataset(group: h5py.Group, name: str, values: np.ndarray, **storage: Any) -> h5py.Dataset:
     values = np.asarray(values)
     if values.dtype.kind in "UO":
         text = h5py.string_dtype("utf-8")
         return group.create_dataset(name, data=values.astype(object), dtype=text)
-    return group.create_dataset(name, data=values)
+    return group.create_dataset(name, data=values, **(storage if values.size else {}))
 
 
 def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

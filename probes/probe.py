@@ -43,6 +43,8 @@ class ModelShape:
     max_length: int
     categories: Sequence[str]
     regions: Sequence[str]
+    shots: Sequence[int] = ()  # of prompts: numbers of demonstrations
+    prompt_seeds: Sequence[int] = ()  # of prompts: seeds that the demonstrations were drawn with
 
     @cached_property
     def looped_layers(self) -> list[int]:
@@ -75,8 +77,24 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """What is known of the segments of a batch that are prompts, see `smeltscope.tasks.Prompts`."""
+
+    answer: Sample  # the answer's tokens, at the end of each segment
+    targets: Sample  # those of them that bear a symbol
+    marks: Mapping[str, Tensor]  # (B, N, T), bool: N targets, padded as in `targets`
+    states: Mapping[str, Tensor]  # (B, T), int64, -1 where there is none
+    labels: Mapping[str, np.ndarray]  # (B,)
+    vocabulary: Sequence[str]  # the text of each token id
+    stop: str  # what ends an answer
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The segments of one forward, padded on the right."""
+    """The segments of one forward, padded on the right.
+
+    Of prompts, `queries` are the rows of the targets: the positions that predict them.
+    """
 
     shape: ModelShape
     input_ids: Tensor  # (B, T), on the model's device
@@ -86,6 +104,7 @@ class Batch:
     regions: Regions  # parts that the keys of a query fall into
     category: np.ndarray  # (B,), index along `table_category`
     fold: np.ndarray  # (B,), index along `fold`
+    prompts: PromptBatch | None = None
 
     @cached_property
     def counted(self) -> Tensor:

@@ -42,6 +42,17 @@ class TextRegions:
         return region.masked_fill_(key == 0, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptRegions:
+    """Regions of prompts: a key's region is the same for every query."""
+
+    region: Tensor  # (B, T), int64, index into names
+    names: Sequence[str]
+
+    def of(self, queries: Tensor, keys: int) -> Tensor:
+        return self.region[:, None, :keys].expand(-1, queries.shape[1], -1)
+
+
 def masses_by_region(mass: Tensor, region: Tensor, regions: int) -> Tensor:
     """Attention mass summed over the keys of each region: (B, H, N, K) and (B, N, K) -> (B, H, N, region)."""
     sums = mass.new_zeros(*mass.shape[:3], regions)

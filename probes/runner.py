@@ -14,6 +14,7 @@ import torch
 
 from smeltscope import __version__
 from smeltscope.activations import (
+    Fixed,
     RunWriter,
     Schema,
     Variable,
@@ -26,11 +27,12 @@ from smeltscope.activations import (
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, group_name
-from smeltscope.probes.regions import TEXT_REGIONS, TextRegions
+from smeltscope.probes.prompts import prompt_batch, prompt_regions, rows_of_targets
+from smeltscope.probes.regions import TEXT_REGIONS, Regions, TextRegions
 from smeltscope.probes.rows import rows_of
 from smeltscope.probes.sampling import Sample, sample_queries, sample_tokens, segment_seed
 from smeltscope.probes.workers import Workers, split_batches
-from smeltscope.tasks import HeldOut, delimiter_tokens, pad_batch, plan_batches
+from smeltscope.tasks import HeldOut, Prompts, delimiter_tokens, pad_batch, plan_batches
 
 FOLDS = 8  # parts of the documents that tables are kept by
 _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "h5py")
@@ -52,6 +54,15 @@ class RunOptions:
     sampled_tokens: int = 64  # of each segment, between whose vectors cosines are taken
 
 
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A group of a run file that no probe fills: arrays made before the run."""
+
+    group: str
+    dimensions: Mapping[str, np.ndarray]  # those of its own, with their coordinate values
+    arrays: Mapping[str, Fixed]
+
+
 def run_probes(
     checkpoint: Checkpoint,
     heldout: HeldOut,
@@ -61,14 +72,16 @@ def run_probes(
     *,
     force: bool = False,
     reuse: bool = False,
+    beside: Beside | None = None,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Run every batch once, let all probes see it, and leave a finished run file at `out`.
 
     Interrupted, the same call goes on at the first batch not done. Under torchrun each process takes a contiguous run of
     the batches, and the first one joins what they wrote. A batch that does not fit into the memory of a GPU is run in
-    halves. With `reuse` a finished run of the same checkpoint, data and options at `out` is left as it is. Raises `SmeltscopeError` when the model cannot be captured, the data does not
-    fit it, or `out` belongs to another run.
+    halves. With `reuse` a finished run of the same checkpoint, data and options at `out` is left as it is. `beside` is written
+    into the file with what the probes find. Raises `SmeltscopeError` when the model cannot be captured, the data does not fit
+    it, or `out` belongs to another run.
     """
     longest = int(heldout.lengths.max())
     if longest > options.max_length:
@@ -76,7 +89,8 @@ def run_probes(
             f"The data has a segment of {longest} tokens, more than max_length {options.max_length}; "
             "cut it with load_heldout(max_length=...)."
         )
-    plan = plan_batches(heldout.lengths, options.batch_tokens)
+    sampled = max(options.sampled_queries, options.sampled_tokens) if heldout.prompts is None else 0
+    plan = plan_batches(heldout.lengths, options.batch_tokens, sampled)
     shape = model_shape(checkpoint, heldout, options.max_length)
     stops = np.cumsum([0, *map(len, plan)])  # rows of the run file are in the order of the plan
     for probe in probes:
@@ -86,7 +100,13 @@ def run_probes(
                 f"{probe.name} cannot be measured: {type(checkpoint.model).__name__} makes no causal attention through "
                 "transformers' attention interface."
             )
-    schema = _schema(checkpoint, heldout, probes, options, shape, np.concatenate(plan))
+    schema = schema_of(checkpoint, heldout, probes, options, shape, np.concatenate(plan))
+    if beside is not None:
+        schema = replace(
+            schema,
+            dimensions={**schema.dimensions, **beside.dimensions},
+            fixed={beside.group: beside.arrays},
+        )
     if reuse and is_finished(out, schema):
         return Path(out)
     workers = Workers.of_environment(checkpoint.model)
@@ -239,16 +259,26 @@ class Measurement:
             for row in rows
         ]
         input_ids = torch.from_numpy(ids).to(self.device)
-        known = input_ids < len(self.delimiters)  # the model may know more ids
+        regions: Regions
+        if self.heldout.prompts is None:
+            prompts = None
+            queries = self._sample(sample_queries(lengths, seeds, self.options.sampled_queries))
+            known = input_ids < len(self.delimiters)  # the model may know more ids
+            regions = TextRegions(delimiter=self.delimiters[input_ids * known] & known)
+        else:
+            prompts = prompt_batch(self.heldout.prompts, rows, self.device)
+            queries = rows_of_targets(prompts.targets)
+            regions = prompt_regions(self.heldout.prompts, rows, self.device)
         return Batch(
             shape=self.shape,
             input_ids=input_ids,
             lengths=torch.from_numpy(np.asarray(lengths)).to(self.device),
-            queries=self._sample(sample_queries(lengths, seeds, self.options.sampled_queries)),
+            queries=queries,
             tokens=self._sample(sample_tokens(lengths, seeds, self.options.sampled_tokens)),
-            regions=TextRegions(delimiter=self.delimiters[input_ids * known] & known),
+            regions=regions,
             category=self.category[rows],
             fold=self.fold[rows],
+            prompts=prompts,
         )
 
     def _sample(self, drawn: tuple[np.ndarray, np.ndarray]) -> Sample:
@@ -301,6 +331,8 @@ def dimensions_of(probes: Sequence[Probe], shape: ModelShape) -> dict[str, np.nd
         "expert": np.arange(shape.experts),
         "table_category": np.array(shape.categories),
         "fold": np.arange(FOLDS),
+        "shots": np.array(shape.shots, dtype=np.int64),
+        "prompt_seed": np.array(shape.prompt_seeds, dtype=np.int64),
     }
     variables: list[Variable] = []
     for probe in probes:
@@ -331,6 +363,7 @@ def model_shape(checkpoint: Checkpoint, heldout: HeldOut, max_length: int) -> Mo
         device = next(model.parameters()).device
         decode(model, torch.zeros(1, 2, dtype=torch.long, device=device))
     names = {module: name for name, module in model.named_modules()}
+    prompts = heldout.prompts
     layers = [run.module_of(execution) for execution in run.executions]
     return ModelShape(
         executions=run.executions,
@@ -339,12 +372,19 @@ def model_shape(checkpoint: Checkpoint, heldout: HeldOut, max_length: int) -> Mo
         sites=available,
         max_length=max_length,
         categories=sorted({info.category for info in heldout.documents}),
-        regions=TEXT_REGIONS,
+        regions=TEXT_REGIONS if prompts is None else prompts.region_names,
+        shots=_levels(prompts, "shots"),
+        prompt_seeds=_levels(prompts, "prompt_seed"),
         **sizes,
     )
 
 
-def _schema(
+def _levels(prompts: Prompts | None, label: str) -> list[int]:
+    """The values that a label of prompts has in the run."""
+    return [] if prompts is None else np.unique(prompts.labels[label]).tolist()
+
+
+def schema_of(
     checkpoint: Checkpoint,
     heldout: HeldOut,
     probes: Sequence[Probe],
@@ -367,6 +407,7 @@ def _schema(
     infos = [heldout.documents[d] for d in heldout.document]
     parameters = next(checkpoint.model.parameters())
     config = checkpoint.model.config.get_text_config(decoder=True)
+    labels = heldout.prompts.labels if heldout.prompts else {}
     return Schema(
         dimensions=dimensions,
         coordinates=coordinates,
@@ -376,6 +417,8 @@ def _schema(
             "category": np.array([i.category for i in infos])[order],
             "source": np.array([i.source for i in infos])[order],
             "tokens": heldout.lengths[order],
+            # Some dimensions have the names of labels.
+            **{f"label_{name}": values[order] for name, values in labels.items()},
         },
         groups={group_name(p.name): p.variables(shape) for p in probes},
         tables={group_name(p.name): p.tables(shape) for p in probes},

@@ -59,6 +59,16 @@ class Estimate:
             inner = axis if axis < 0 else axis + 1
             return Estimate(value=_mean(self.value, axis), draws=_mean(self.draws, inner))
 
+    def sum(self, axis: int = -1) -> "Estimate":
+        """The sum over an axis of the value, entries without a value left out."""
+        inner = axis if axis < 0 else axis + 1
+        return Estimate(value=np.nansum(self.value, axis), draws=np.nansum(self.draws, inner))
+
+    def exp(self) -> "Estimate":
+        """The perplexity, of a mean loss in nats."""
+        with np.errstate(over="ignore"):
+            return Estimate(value=np.exp(self.value), draws=np.exp(self.draws))
+
     def where(self, keep: np.ndarray) -> "Estimate":
         """NaN wherever `keep`, which broadcasts against the value, is False."""
         return Estimate(

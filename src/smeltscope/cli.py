@@ -25,6 +25,14 @@ PROBE_COMMANDS = {
         "smeltscope.commands.batch:batch",
         "Every diagnostic in one pass over the text; resumes.",
     ),
+    "dyck": (
+        "smeltscope.commands.dyck:dyck",
+        "Brackets to close: accuracy by shots, the head that matters, where it looks.",
+    ),
+    "dyck-state": (
+        "smeltscope.commands.dyck_state:dyck_state",
+        "What of the brackets' state the residual stream holds at each execution.",
+    ),
     "show": (
         "smeltscope.commands.show:show",
         "The tables of a run file again, or its numbers as CSV.",

@@ -47,14 +47,36 @@ PROBES = {
     ),
 }
 
+# Those that need prompts with known regions: `probe dyck` runs them.
+PROMPT_PROBES = {
+    "dyck-scores": (
+        "smeltscope.probes.dyck_scores:DyckScores",
+        "How many prompts are answered rightly, by the number of shots.",
+    ),
+    "dyck-heads": (
+        "smeltscope.probes.dyck_heads:DyckHeads",
+        "Which looped head the answers need most: each ablated, at one visit or all.",
+    ),
+    "dyck-map": (
+        "smeltscope.probes.dyck_map:DyckMap",
+        "Where each head looks when an answer is due: attention by region of the prompt.",
+    ),
+    "dyck-state": (
+        "smeltscope.probes.dyck_state:DyckState",
+        "What of the brackets' state can be read from the residual stream at each execution.",
+    ),
+}
+
+ALL_PROBES = PROBES | PROMPT_PROBES
+
 
 def make_probe(name: str, **options: Any) -> "Probe":
     """A probe by its name, with options of its own where they are not to be the default."""
-    if name not in PROBES:
-        close = difflib.get_close_matches(name, PROBES, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"There is: {', '.join(PROBES)}."
+    if name not in ALL_PROBES:
+        close = difflib.get_close_matches(name, ALL_PROBES, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There is: {', '.join(ALL_PROBES)}."
         raise SmeltscopeError(f"No probe is called {name!r}. {hint}")
-    module, attribute = PROBES[name][0].split(":")
+    module, attribute = ALL_PROBES[name][0].split(":")
     probe: Probe = getattr(importlib.import_module(module), attribute)(**options)
     return probe
 
@@ -76,6 +98,7 @@ def recorded_probe(run: "xr.DataTree", name: str) -> "Probe":
 
 def probes_of(run: "xr.DataTree") -> list[str]:
     """The probes that a run holds, those first that are known here, in their order."""
-    names = [group.replace("_", "-") for group in run.children if group != "segments"]
-    order = list(PROBES)
-    return sorted(names, key=lambda name: order.index(name) if name in PROBES else len(order))
+    # What no probe made has no definition.
+    names = [g.replace("_", "-") for g in run.children if "definition" in run[g].attrs]
+    order = list(ALL_PROBES)
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))

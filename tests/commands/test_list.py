@@ -5,7 +5,7 @@ from typing import Any
 
 from smeltscope.commands.list import CONTROL_LINES
 from smeltscope.model import CONTROLS, load_checkpoint, shipped_checkpoints
-from smeltscope.registry import PROBES
+from smeltscope.registry import ALL_PROBES
 
 
 def test_list(probe: Callable[..., Any]) -> None:
@@ -14,7 +14,7 @@ def test_list(probe: Callable[..., Any]) -> None:
     lines = done.out.splitlines()
     assert max(map(len, lines)) <= 80
     names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert names == [*shipped_checkpoints(), *CONTROLS, *PROBES]
+    assert names == [*shipped_checkpoints(), *CONTROLS, *ALL_PROBES]
     assert set(CONTROL_LINES) == set(CONTROLS)
     model = load_checkpoint("smelt-tiny").model
     size = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())

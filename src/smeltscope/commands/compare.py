@@ -7,7 +7,7 @@ import click
 
 from smeltscope.commands import tables, terminal
 from smeltscope.errors import SmeltscopeError
-from smeltscope.registry import PROBES, probes_of, recorded_probe
+from smeltscope.registry import ALL_PROBES, probes_of, recorded_probe
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -37,7 +37,7 @@ def compare(a: Path, b: Path, by: Any) -> None:
     runs = open_run(a), open_run(b)
     check_comparable(*runs)
     of_a, of_b = (probes_of(run) for run in runs)
-    shared = [name for name in of_a if name in of_b and name in PROBES]
+    shared = [name for name in of_a if name in of_b and name in ALL_PROBES]
     if not shared:
         raise SmeltscopeError(
             f"{a} and {b} share no diagnostic: the first holds {', '.join(of_a)}, the second {', '.join(of_b)}."

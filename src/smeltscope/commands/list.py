@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from smeltscope.registry import PROBES
+from smeltscope.registry import PROBES, PROMPT_PROBES
 
 CONTROL_LINES = {
     "control-moved-sink": "every looped head: .60 of attention on the first token at visit 1, .02 at visit 2",
@@ -26,6 +26,8 @@ def list_all() -> None:
     _print("Checkpoints, for --ckpt", trained)
     _print("Controls, built by hand, for --ckpt", [(n, CONTROL_LINES[n]) for n in CONTROLS])
     _print("Diagnostics: probe NAME, or --probes", [(n, line) for n, (_, line) in PROBES.items()])
+    dyck = [(name, line) for name, (_, line) in PROMPT_PROBES.items()]
+    _print("On prompts of brackets: probe dyck, probe dyck-state", dyck)
 
 
 def _print(title: str, entries: Iterable[tuple[str, str]]) -> None:

@@ -8,7 +8,7 @@ import click
 
 from smeltscope.commands import tables, terminal
 from smeltscope.errors import SmeltscopeError
-from smeltscope.registry import PROBES, make_probe, probes_of, recorded_probe
+from smeltscope.registry import ALL_PROBES, make_probe, probes_of, recorded_probe
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -38,7 +38,7 @@ def show(run_file: Path, name: str | None, as_csv: bool) -> None:
         names = [name]
     attributes = attributes_of(run)
     seed = int(attributes["identity"]["seed"])
-    known = [n for n in names if n in PROBES]
+    known = [n for n in names if n in ALL_PROBES]
     results = {n: tables.result_of(run, recorded_probe(run, n), seed=seed) for n in known}
     if as_csv:
         tables.print_csv({n: result.summary for n, result in results.items()})

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
+from smeltscope.commands import dyck_tables
 from smeltscope.commands.terminal import number, with_interval
 
 if TYPE_CHECKING:
@@ -64,6 +65,19 @@ TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("first_change", "first_change_by_queries", "first_change_by_keys"),
     ),
     "loss": (("loss",), ("swept_loss", "swept_change", "swept_kl"), ("loss_by_position",)),
+    "dyck-scores": (
+        ("exact", "all_right", "symbol_accuracy", "token_loss", "kept_shots"),
+        ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "most_common", "guess"),
+        ("exact_by_readable", "all_right_by_readable"),
+        ("exact_sd", "all_right_sd"),
+    ),
+    "dyck-state": (
+        ("accuracy", "control"),
+        ("change", "gained", "lost"),
+        ("majority", "token"),
+    ),
+    "dyck-heads": (),
+    "dyck-map": (),
 }
 
 
@@ -105,6 +119,11 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
     tables = tables[:1] if brief else tables
     for columns in tables:
         print_table(console, result.averaged, columns)
+    probe = str(result.summary.attrs["probe"])
+    if probe == "dyck-heads":
+        dyck_tables.print_heads(console, result.summary)
+    if probe == "dyck-map":
+        dyck_tables.print_map(console, result.summary)
     if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
         what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
         console.print(

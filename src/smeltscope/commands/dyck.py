@@ -1,0 +1,306 @@
+"""`probe dyck`: prompts of brackets to close: how many are answered, which head the answers need, where it looks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from smeltscope.commands import running, tables, terminal
+from smeltscope.commands.dyck_tables import print_map
+from smeltscope.commands.options import (
+    Decorator,
+    TokenCount,
+    load_model,
+    model_options,
+    output_options,
+    together,
+)
+from smeltscope.errors import SmeltscopeError
+from smeltscope.registry import make_probe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from smeltscope.model import Checkpoint
+    from smeltscope.probes import Probe, RunOptions
+    from smeltscope.tasks import HeldOut
+
+NESTED_SHOTS = (1, 2, 4, 8)
+
+
+class Numbers(click.ParamType):
+    """Whole numbers with commas between: 0,1,2,4."""
+
+    name = "numbers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            found = tuple(sorted({int(part) for part in str(value).split(",")}))
+        except ValueError:
+            found = (-1,)
+        if found[0] < 0:
+            self.fail(f"{value!r} is no list of shots; write 0,1,2,4.", param, ctx)
+        return found
+
+
+def make_prompt_options(*, items: str, shots: str, seeds: int) -> Decorator:
+    """Which prompts, with these defaults."""
+    return together(
+        click.option(
+            "--data", type=click.Path(path_type=Path), metavar="FILE",
+            help="Items to ask: .jsonl, .json or a datasets folder with inputs and answers, as BIG-bench has them. "
+            "[default: generated]",
+        ),
+        click.option(
+            "--items", type=click.IntRange(1), metavar="N",
+            help=f"How many items are asked. [default: {items} generated ones, all of a file]",
+        ),
+        click.option(
+            "--shots", type=Numbers(), default=shots, show_default=True, metavar="K,K",
+            help="Numbers of demonstrations in a prompt.",
+        ),
+        click.option(
+            "--seeds", type=click.IntRange(1), default=seeds, show_default=True, metavar="N",
+            help="How often the demonstrations are drawn anew.",
+        ),
+        click.option(
+            "--pairing", type=click.Choice(["usual", "in-context"]), default="usual", show_default=True,
+            help="Brackets close as usual, or as a map drawn for each prompt that its demonstrations show.",
+        ),
+        click.option(
+            "--reveal", type=click.Choice(["answers", "inputs", "both"]),
+            help="Where the demonstrations show what the answer needs. [default: answers if in-context, else both]",
+        ),
+        click.option(
+            "--template", default="bigbench", show_default=True, metavar="NAME|FILE",
+            help="The layout of prompts: bigbench, dclm, or a small TOML file.",
+        ),
+    )  # fmt: skip
+
+
+batch_tokens_option = click.option(
+    "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
+    help="Tokens of one forward, padding included; bounds the memory.",
+)  # fmt: skip
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@model_options
+@make_prompt_options(items="100", shots="0,1,2,4,8,16,32", seeds=10)
+@click.option(
+    "--baseline", metavar="NAME",
+    help="A checkpoint with the same tokenizer, asked the same prompts: paired differences.",
+)  # fmt: skip
+@click.option(
+    "--nested", type=click.IntRange(0), default=32, show_default=True, metavar="N",
+    help="Queries of the head search, each with 1, 2, 4 and 8 shots; 0 leaves search and map out.",
+)  # fmt: skip
+@click.option(
+    "--ablation", type=click.Choice(["resample", "zero", "mean"]), default="resample",
+    show_default=True, help="What takes the place of a head's output in the search.",
+)  # fmt: skip
+@click.option(
+    "--examples", type=click.IntRange(0), default=3, show_default=True, metavar="N",
+    help="Prompts whose attention is kept whole, for looking at.",
+)  # fmt: skip
+@click.option("--prompt", metavar="TEXT", help='Show one prompt instead: "Input: ( [ \\nOutput:".')
+@click.option(
+    "--head", metavar="LAYER.HEAD", help="The head that --prompt shows. [default: see below]"
+)
+@batch_tokens_option
+@output_options
+def dyck(*, prompt: str | None, head: str | None, **given: Any) -> None:
+    """Brackets to close, after demonstrations: accuracy, the head that matters, and where it looks at each visit.
+
+    Scores by the number of shots, beside what chance and a perfect reader would reach; the looped head whose ablation
+    costs most (the Dyck head), chosen on one half of the nested prompts and reported on the other; its attention by
+    region of the prompt at each visit. Interrupted, the same command goes on.
+
+    With --prompt: the prompt's regions, the answer, and where a head looks at each visit. The head is --head, else the Dyck head of the run
+    file --out if there is one, else the looped head whose attention changes most between visits.
+    """
+    if prompt is not None:
+        from smeltscope.commands.dyck_prompt import show_prompt
+
+        show_prompt(prompt, head, **given)
+        return
+    if head is not None:
+        raise SmeltscopeError("--head goes with --prompt; a run keeps all heads.")
+    _run(given)
+
+
+def _run(given: dict[str, Any]) -> None:
+    from smeltscope.activations import check_out
+
+    out = running.out_file("dyck", **given)
+    check_out(out, force=given["force"])
+    beside = out.with_name(f"{out.stem}-baseline.h5")
+    if given["baseline"] is not None:
+        check_out(beside, force=given["force"])
+    log = terminal.make_log(quiet=given["quiet"])
+    checkpoint = load_model(**given)
+    heldout = make_heldout(checkpoint, **given)
+    terminal.data(log, heldout)
+    names = ["dyck-scores"] + ["dyck-heads", "dyck-map"] * bool(given["nested"])
+    options = {"dyck-heads": {"ablation": given["ablation"], "donors": heldout}}
+    probes = [make_probe(name, **options.get(name, {})) for name in names]
+    _measure(checkpoint, heldout, probes, out, log, given)
+    if given["baseline"] is not None:
+        log.print(f"Baseline: {given['baseline']}")
+        as_trained = {"visits": None, "residual_scale": None, "untrained": False}
+        other = load_model(**given | as_trained | {"ckpt": given["baseline"]})
+        theirs = make_heldout(other, **given)
+        if theirs.digest != heldout.digest:
+            raise SmeltscopeError(
+                f"{other.name} does not see the same tokens in these prompts as {checkpoint.name}: a comparison "
+                "needs a checkpoint with the same tokenizer and context."
+            )
+        _measure(other, theirs, [p for p in probes if p.name != "dyck-heads"], beside, log, given)
+    if not terminal.is_first_worker():
+        return
+    _report(probes, out, beside, given)
+    log.print(f"Run file: {out}", soft_wrap=True)
+
+
+def make_heldout(
+    checkpoint: "Checkpoint",
+    *,
+    data: Path | None,
+    items: int | None,
+    shots: Sequence[int],
+    seeds: int,
+    pairing: str,
+    reveal: str | None,
+    template: str,
+    seed: int,
+    nested: int = 0,
+    generated: int = 100,
+    **_: Any,
+) -> "HeldOut":
+    """The prompts that the options ask for: those to score for each seed, then the nested ones."""
+    from smeltscope.tasks import dyck
+
+    if checkpoint.tokenizer is None:
+        raise SmeltscopeError(
+            f"{checkpoint.name} has no tokenizer, and Dyck prompts are text; give a checkpoint with one."
+        )
+    embeddings: Any = checkpoint.model.get_input_embeddings()
+    layout: dict[str, Any] = {
+        "template": dyck.read_template(template),
+        "context": checkpoint.context,
+        "vocab_size": embeddings.weight.shape[0],
+    }
+    if data is not None and (pairing != "usual" or reveal is not None):
+        raise SmeltscopeError("--pairing and --reveal are for generated items; --data has its own.")
+    found = None if data is None else dyck.read_items(data)
+    most, parts = max(shots), []
+    for number in range(seeds):
+        if found is None:
+            reveal = reveal or ("answers" if pairing == "in-context" else "both")
+            sets = dyck.generate_sets(
+                items or generated, most, seed + number, pairing=pairing, reveal=reveal
+            )
+        else:
+            sets = dyck.sets_of_items(found, most, seed + number)[:items]
+        parts.append(
+            dyck.make_prompts(sets, checkpoint.tokenizer, shots=shots, seed=number, **layout)
+        )
+    if nested:
+        sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing)
+        parts.append(
+            dyck.make_prompts(
+                sets, checkpoint.tokenizer, shots=NESTED_SHOTS, seed=0, kind="nested", **layout
+            )
+        )
+    return dyck.join(parts)
+
+
+def _measure(
+    checkpoint: "Checkpoint",
+    heldout: "HeldOut",
+    probes: Sequence["Probe"],
+    out: Path,
+    log: "Console",
+    given: Mapping[str, Any],
+) -> None:
+    from smeltscope.probes import run_probes
+    from smeltscope.probes.patterns import patterns_of
+
+    chosen = _examples(heldout, given["examples"])
+    beside = patterns_of(checkpoint, heldout, chosen) if chosen else None
+    with terminal.progress(log) as on_progress:
+        run_probes(
+            checkpoint,
+            heldout,
+            probes,
+            out,
+            options_of_run(heldout, **given),
+            force=given["force"],
+            beside=beside,
+            on_progress=on_progress,
+        )
+
+
+def options_of_run(heldout: "HeldOut", *, batch_tokens: int, seed: int, **_: Any) -> "RunOptions":
+    """How a run goes over prompts; the longest one always fits into a batch."""
+    from smeltscope.probes import RunOptions
+
+    longest = int(heldout.lengths.max())
+    return RunOptions(max_length=longest, batch_tokens=max(batch_tokens, longest), seed=seed)
+
+
+def _examples(heldout: "HeldOut", number: int) -> list[int]:
+    """Nested prompts of the half that the head is not chosen on, with 4 shots, or as many as fit."""
+    import numpy as np
+
+    assert heldout.prompts is not None
+    labels = heldout.prompts.labels
+    other_half = (labels["kind"] == "nested") & (labels["half"] == 1)
+    candidates = other_half if other_half.any() else np.ones(len(heldout), dtype=bool)
+    shots = labels["shots"][candidates]
+    wanted = 4 if 4 in shots else shots.max()
+    chosen: list[int] = np.flatnonzero(candidates & (labels["shots"] == wanted)).tolist()
+    return chosen[:number]
+
+
+def _report(probes: Sequence["Probe"], out: Path, beside: Path, given: Mapping[str, Any]) -> None:
+    from smeltscope.probes.compare import compare
+
+    results = {
+        probe.name: tables.result_of(running.open_result(out, probe), probe, seed=given["seed"])
+        for probe in probes
+    }
+    differences = None
+    if given["baseline"] is not None:
+        scores = probes[0]
+        a, b = (running.open_result(file, scores) for file in (beside, out))
+        differences = compare(a, b, scores, scores, seed=given["seed"])
+    if given["as_json"]:
+        found = {name: terminal.as_json(result.summary) for name, result in results.items()}
+        if differences is not None:
+            found["minus_baseline"] = terminal.as_json(differences)
+        terminal.print_json(found)
+        return
+    console = terminal.make_output()
+    for name, result in results.items():
+        tables.print_result(console, result, f"{name}: {given['ckpt']}")
+        if name == "dyck-map" and "dyck_head" in results["dyck-heads"].summary:
+            chosen = results["dyck-heads"].summary
+            head = int(chosen["dyck_head_layer"]), int(chosen["dyck_head"])
+            print_map(console, result.summary, head)
+            console.print()
+    if differences is not None:
+        console.print(f"Minus {given['baseline']}, the same prompts", style="bold")
+        columns = [
+            column
+            for name in ("exact", "all_right", "token_loss")
+            for column in tables.columns_of(
+                differences, name, name.replace("_", " "), is_difference=True
+            )
+        ]
+        tables.print_table(console, differences, columns)

@@ -1,0 +1,168 @@
+"""`probe dyck --prompt`: one prompt on the terminal: its answer, its regions, where a head looks at each visit."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smeltscope.commands import terminal
+from smeltscope.commands.options import load_model
+from smeltscope.commands.terminal import number
+from smeltscope.errors import SmeltscopeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.console import Console
+
+    from smeltscope.model import Checkpoint
+
+STRONGEST = 5  # keys that are named
+BAR = 30  # characters of a bar of mass 1
+
+
+def show_prompt(
+    text: str, head: str | None, *, out: Path | None, template: str, **given: Any
+) -> None:
+    """Run one prompt and print it; see `probe dyck --help` for which head is shown."""
+    from smeltscope.probes.patterns import patterns_of
+    from smeltscope.tasks import dyck
+
+    checkpoint = load_model(**given)
+    if checkpoint.tokenizer is None:
+        raise SmeltscopeError(
+            f"{checkpoint.name} has no tokenizer, and a prompt is text; give a checkpoint with one."
+        )
+    embeddings: Any = checkpoint.model.get_input_embeddings()
+    heldout = dyck.parse_prompt(
+        text,
+        checkpoint.tokenizer,
+        template=dyck.read_template(template),
+        context=checkpoint.context,
+        vocab_size=embeddings.weight.shape[0],
+    )
+    found = patterns_of(checkpoint, heldout, [0])
+    arrays = {name: array.values for name, array in found.arrays.items()}
+    regions = [str(name) for name in found.dimensions["region_name"]]
+    layers, visits = _executions(checkpoint)
+    layer, chosen, why = _head(head, out, arrays["row"], layers, visits)
+    shown = [e for e, of_layer in enumerate(layers) if of_layer == layer]
+    mass = arrays["row"][0][shown, chosen]  # (visit, target, key)
+    if given["as_json"]:
+        terminal.print_json(
+            {
+                "tokens": arrays["token"][0].tolist(),
+                "regions": [regions[i] for i in arrays["key_region"][0]],
+                "targets": arrays["target"][0].tolist(),
+                "gold": arrays["gold"][0].tolist(),
+                "predicted": arrays["predicted"][0].tolist(),
+                "layer": layer,
+                "head": chosen,
+                "visits": [visits[e] for e in shown],
+                "attention": mass.tolist(),
+            }
+        )
+        return
+    console = terminal.make_output()
+    _print_answer(console, arrays)
+    console.print(f"Head {chosen} of layer {layer} ({why}).\n", soft_wrap=True)
+    tokens, region = arrays["token"][0], arrays["key_region"][0]
+    for visit, at in enumerate(shown):
+        console.print(f"Visit {visits[at]}, mean over targets", style="bold")
+        _print_visit(console, mass[visit].mean(0), tokens, region, regions)
+
+
+def _executions(checkpoint: "Checkpoint") -> tuple[list[int], list[int]]:
+    from smeltscope.model import executions_of
+
+    executions = executions_of(checkpoint.model.config)
+    return [e.layer for e in executions], [e.visit for e in executions]
+
+
+def _head(
+    head: str | None,
+    out: Path | None,
+    row: "np.ndarray",
+    layers: Sequence[int],
+    visits: Sequence[int],
+) -> tuple[int, int, str]:
+    """Layer and head to show, and why these."""
+    import numpy as np
+
+    if head is not None:
+        match = re.fullmatch(r"(\d+)\.(\d+)", head)
+        if match is None:
+            raise SmeltscopeError(f"--head {head} names no head; write LAYER.HEAD, as in 3.0.")
+        layer, chosen = int(match[1]), int(match[2])
+        if layer not in layers or chosen >= row.shape[2]:
+            raise SmeltscopeError(
+                f"--head {head} does not exist: layers go from 0 to {max(layers)}, heads from 0 to {row.shape[2] - 1}."
+            )
+        return layer, chosen, "as asked"
+    if out is not None and out.is_file():
+        from smeltscope.activations import open_run
+        from smeltscope.probes import summarize
+        from smeltscope.registry import recorded_probe
+
+        run = open_run(out, groups=["dyck_heads"])
+        found = summarize(run, recorded_probe(run, "dyck-heads"), draws=0)
+        layer, chosen = (int(found[name]) for name in ("dyck_head_layer", "dyck_head"))
+        return layer, chosen, f"the Dyck head of {out}"
+    looped = [
+        (first, later)
+        for first in range(len(layers))
+        for later in range(len(layers))
+        if layers[first] == layers[later] and visits[first] == 1 and visits[later] == 2
+    ]
+    if not looped:
+        return layers[-1], 0, "no layer is looped; --head names another"
+    change = np.stack([np.abs(row[0, b] - row[0, a]).sum(-1).mean(-1) for a, b in looped])
+    most = np.unravel_index(np.nanargmax(change), change.shape)  # (pair, head)
+    return (
+        layers[looped[int(most[0])][0]],
+        int(most[1]),
+        "its attention changes most between visits; --head names another",
+    )
+
+
+def _print_answer(console: "Console", arrays: dict[str, Any]) -> None:
+    gold, predicted = arrays["gold"][0], arrays["predicted"][0]
+    right = [g == p for g, p in zip(gold, predicted, strict=True)]
+    console.print(f"Answer:    {' '.join(text.strip() for text in gold)}")
+    console.print(
+        f"The model: {' '.join(text.strip() or repr(text) for text in predicted)}  "
+        f"({sum(right)} of {len(right)} right, each after the right ones before it)"
+    )
+
+
+def _print_visit(
+    console: "Console",
+    mass: "np.ndarray",
+    tokens: "np.ndarray",
+    region: "np.ndarray",
+    regions: Sequence[str],
+) -> None:
+    """The prompt, each token the brighter the more attention it has; mass by region; the keys that have most."""
+    from rich.text import Text
+
+    strongest = sorted(range(len(mass)), key=lambda i: -mass[i])[:STRONGEST]
+    picture = Text()
+    for token, share in zip(tokens, mass, strict=True):
+        level = 234 + round(21 * min(float(share), 1.0) ** 0.5)  # of 24 greys
+        # Black on light, white on dark: legible at every level.
+        style = f"{'black' if level > 246 else 'white'} on color({level})"
+        head, *lines = str(token).split("\n")
+        picture.append(head, style)
+        for line in lines:
+            picture.append("\u23ce", style).append("\n").append(line, style)
+    console.print(picture)
+    for index, name in enumerate(regions):
+        inside = region == index
+        if inside.any():
+            share = float(mass[inside].sum())
+            bar = "\u2588" * round(BAR * share)
+            console.print(f"  {name:14} {number(share):>6} {bar}")
+    rest = 1 - float(mass.sum())
+    if rest > 1e-4:
+        console.print(f"  {'learned_sink':14} {number(rest):>6}")
+    named = ", ".join(f"{tokens[i]!r} at {i}: {number(mass[i])}" for i in strongest)
+    console.print(f"  Most on {named}\n", soft_wrap=True)

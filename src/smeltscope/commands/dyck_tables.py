@@ -1,0 +1,112 @@
+"""Tables of what `probe dyck` finds: heads by what their ablation costs, and a head's map of a prompt."""
+
+from typing import TYPE_CHECKING
+
+from smeltscope.commands.terminal import number, with_interval
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from rich.console import Console
+    from rich.table import Table
+
+MOST_HEADS = 8  # rows of the table of heads
+
+
+def print_heads(console: "Console", summary: "xr.Dataset") -> None:
+    """The heads whose ablation costs most on the half that they are chosen on, with what it costs on the other."""
+    import numpy as np
+
+    if "dyck_head" not in summary:
+        return
+    rise = summary["head_rise"]
+    chosen = rise.isel(half=0, ablated_visits=0).values  # (looped_layer, head)
+    order = np.argsort(-np.nan_to_num(chosen, nan=-np.inf), axis=None)[:MOST_HEADS]
+    visits = [str(name) for name in summary["ablated_visits"].values]
+    table = _table(
+        "layer",
+        "head",
+        "rise,\nfirst half",
+        *(f"rise,\n{'all visits' if name == 'all' else f'visit {name}'}" for name in visits),
+        "inter-\naction",
+    )
+    for place in order:
+        layer, head = np.unravel_index(place, chosen.shape)
+        if np.isnan(chosen[layer, head]):
+            continue
+        at = {"looped_layer": layer, "head": head}
+        cells = [_shown(summary, "head_rise", at | {"half": 1, "ablated_visits": 0})]
+        cells += [
+            number(rise.isel(at | {"half": 1, "ablated_visits": v}), signed=True)
+            for v in range(1, len(visits))
+        ]
+        table.add_row(
+            str(summary["looped_layer"].values[layer]),
+            str(head),
+            number(chosen[layer, head], signed=True),
+            *cells,
+            number(summary["head_interaction"].isel(at | {"half": 1}), signed=True),
+        )
+    console.print(table)
+    console.print(
+        "Rise of the targets' perplexity when a head is ablated, on the half of the prompts that did not choose it, and "
+        "in the third column on the half that did.",
+        style="dim",
+    )
+
+
+def print_map(
+    console: "Console", summary: "xr.Dataset", head: tuple[int, int] | None = None
+) -> None:
+    """Attention by region of a looped head (layer, head) at each visit; of the one that most turns to answers unless given."""
+    import numpy as np
+
+    if "change" not in summary:
+        return
+    if head is None:
+        turned = summary["retarget"].sel(map_region="demo_answer").isel(visit_pair=0)
+        if not turned.notnull().any():
+            return
+        place = turned.fillna(-np.inf).argmax(...)
+        layer, chosen = (int(place[dim]) for dim in ("looped_layer", "head"))
+    else:
+        layer = int(np.flatnonzero(summary["looped_layer"].values == head[0])[0])
+        chosen = head[1]
+    physical = int(summary["looped_layer"].values[layer])
+    executions = np.flatnonzero(summary["layer"].values == physical)
+    console.print(f"Attention of head {chosen} of layer {physical}, by region:")
+    table = _table(
+        "region",
+        "uniform",
+        *(f"visit {summary['visit'].values[e]}" for e in executions),
+        *("change", "release", "retarget") * (len(executions) > 1),
+    )
+    for region in summary["map_region"].values.tolist():
+        of_region = summary.sel(map_region=region)
+        at = {"looped_layer": layer, "head": chosen, "visit_pair": 0}
+        masses = [number(of_region["mass"].isel(execution=e, head=chosen)) for e in executions]
+        if set(masses) == {"-"}:
+            continue
+        parts = [_shown(of_region, "change", at)]
+        parts += [number(of_region[n].isel(at), signed=True) for n in ("release", "retarget")]
+        uniform = number(of_region["uniform"].isel(execution=executions[0]))
+        table.add_row(region, uniform, *masses, *(parts if len(executions) > 1 else []))
+    console.print(table)
+    if len(executions) > 1:
+        console.print(
+            "Change from visit 1 to 2: release is the first token's mass handed out in proportion, retarget the rest.",
+            style="dim",
+        )
+
+
+def _table(*headers: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
+    return table
+
+
+def _shown(summary: "xr.Dataset", name: str, at: dict[str, int]) -> str:
+    ends = (summary[f"{name}{end}"].isel(at) for end in ("", "_low", "_high"))
+    return with_interval(*ends, signed=True)

@@ -1,0 +1,197 @@
+"""`probe dyck` and `probe dyck-state` through the command line: tables, run files, a typed prompt, what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import smeltscope
+from smeltscope.tasks import dyck
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+BIGBENCH = SHARED / "dyck" / "bigbench_dyck_languages.jsonl"
+ARGUMENTS = ("dyck", "--ckpt", "smelt-tiny", "--device", "cpu", "--items", 4, "--seeds", 2)
+PROMPT = "Input: ( [ { }\\nOutput: ] )\\n\\nInput: < ( [ ]\\nOutput:"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of everything, with a Baseline beside."""
+    from smeltscope.cli import probe, run
+
+    out = tmp_path_factory.mktemp("dyck") / "run.h5"
+    more = ("--shots", "0,2", "--nested", 4, "--examples", 2, "--baseline", "baseline-tiny")
+    assert run(probe, [str(a) for a in (*ARGUMENTS, *more, "--out", out, "-q")]) == 0
+    return out
+
+
+def test_what_it_leaves(finished: Path) -> None:
+    run = smeltscope.open(finished)
+    assert {"dyck_scores", "dyck_heads", "dyck_map", "dyck_patterns", "segments"} == set(
+        run.children
+    )
+    segments = run["segments"].dataset
+    assert set(segments["label_kind"].values) == {"scored", "nested"}
+    scored = segments["label_kind"].values == "scored"
+    assert scored.sum() == 2 * 2 * 4  # seeds, numbers of shots, items
+    summary = smeltscope.summarize(run, "dyck-scores")
+    assert summary["prompts"].sel(shots=[0, 2]).values.tolist() == [8, 8]
+    assert np.isfinite(smeltscope.summarize(run, "dyck-heads")["dyck_head"])
+    assert not (finished.parent / "run.h5.partial").exists()
+
+
+def test_whole_attention_of_examples(finished: Path) -> None:
+    """Rows sum to 1, agree with the complete patterns and with the map's masses, and what they show is named."""
+    run = smeltscope.open(finished)
+    patterns = run["dyck_patterns"].dataset
+    row, pattern = patterns["row"].values, patterns["pattern"].values
+    assert row.shape[:3] == (2, 12, 4)
+    np.testing.assert_allclose(np.nansum(row, -1), 1, atol=1e-5)
+    target = patterns["target"].values  # (example, target_number)
+    for example in range(2):
+        for number, position in enumerate(target[example]):
+            np.testing.assert_array_equal(
+                row[example, :, :, number], pattern[example, :, :, position - 1]
+            )
+    segments = run["segments"].dataset
+    names = run["region_name"].values.tolist()
+    for example, name in enumerate(patterns["example_id"].values):
+        (place,) = np.flatnonzero(segments["document_id"].values == name)
+        region = patterns["key_region"].values[example]
+        for i, of_map in enumerate(names):
+            mass = np.nansum(row[example][..., region == i], axis=(2, 3))  # over targets and keys
+            kept = run["dyck_map"]["region_mass_sum"].sel(map_region=of_map).values[place]
+            np.testing.assert_allclose(mass, kept, atol=1e-5)
+    text = "".join(patterns["token"].values[0])
+    assert "Input:" in text and "Output:" in text
+    for gold, position in zip(patterns["gold"].values[0], target[0], strict=True):
+        assert patterns["token"].values[0][position] == gold
+
+
+def test_show_and_compare(finished: Path, probe: Callable[..., Any]) -> None:
+    shown = probe("show", finished)
+    assert shown.code == 0, shown.err
+    for name in ("dyck-scores: smelt-tiny", "dyck-heads", "dyck-map", "retarget"):
+        assert name in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+    baseline = finished.with_name("run-baseline.h5")
+    compared = probe("compare", baseline, finished)
+    assert compared.code == 0, compared.err
+    assert "dyck-scores, B - A" in compared.out
+
+
+def test_the_same_numbers_as_json(
+    finished: Path, probe: Callable[..., Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "again.h5"
+    result = probe(*ARGUMENTS, "--shots", "0,2", "--nested", 0, "--out", out, "--json", "-q")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert set(found) == {"dyck-scores"}
+    run = smeltscope.open(finished)
+    summary = smeltscope.summarize(run, "dyck-scores").sel(shots=[0, 2])
+    values = found["dyck-scores"]["values"]
+    np.testing.assert_allclose(values["token_loss"]["data"], summary["token_loss"], rtol=1e-5)
+    with h5py.File(out) as file:
+        assert "dyck_heads" not in file
+
+
+def test_one_prompt(probe: Callable[..., Any]) -> None:
+    result = probe("dyck", "--device", "cpu", "--prompt", PROMPT, "--head", "3.1")
+    assert result.code == 0, result.err
+    for text in ("Answer:    ) >", "Head 1 of layer 3 (as asked)", "Visit 1", "Visit 2"):
+        assert text in result.out
+    for region in ("demo_input", "demo_answer", "query_input", "separator", "bos"):
+        assert region in result.out
+    found = json.loads(
+        probe("dyck", "--device", "cpu", "--prompt", PROMPT, "--head", "3.1", "--json").out
+    )
+    attention = np.array(found["attention"])  # (visit, target, key)
+    np.testing.assert_allclose(attention.sum(-1), 1, atol=1e-5)
+    assert found["visits"] == [1, 2] and found["gold"] == [")", ">"]
+
+
+def test_the_head_of_a_run(finished: Path, probe: Callable[..., Any]) -> None:
+    summary = smeltscope.summarize(smeltscope.open(finished), "dyck-heads")
+    head, layer = int(summary["dyck_head"]), int(summary["dyck_head_layer"])
+    result = probe("dyck", "--device", "cpu", "--prompt", PROMPT, "--out", finished)
+    assert f"Head {head} of layer {layer} (the Dyck head of {finished})" in result.out
+
+
+def test_state(probe: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "state.h5"
+    given = ("--ckpt", "smelt-tiny", "--device", "cpu", "--items", 8, "--shots", 1, "--out", out)
+    result = probe("dyck-state", *given, "-q")
+    assert result.code == 0, result.err
+    assert "stack" in result.out and out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--prompt", "Input: ( ) \\nOutput:"), "No bracket"),
+        (("--prompt", "Input: ( ] \\nOutput:"), "]"),
+        (("--prompt", "Input: ( x \\nOutput:"), "x"),
+        (("--prompt", "no brackets here"), "Input"),
+        (("--prompt", PROMPT, "--head", "99.0"), "--head 99.0"),
+        (("--prompt", PROMPT, "--head", "first"), "LAYER.HEAD"),
+        (("--head", "3.1"), "--prompt"),
+        (("--shots", "two"), "'two'"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("--template", "nowhere.toml"), "nowhere.toml"),
+        (("--pairing", "in-context", "--data", "nowhere.jsonl"), "--pairing"),
+        (("--nested", 1), "one nested prompt"),
+    ],
+)
+def test_what_is_refused(
+    probe: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[object, ...],
+    names: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = probe("dyck", "--device", "cpu", "--items", 2, "--seeds", 1, "-q", *arguments)
+    assert result.code == 2, result.err
+    assert "Traceback" not in result.err and names in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_tokenizer(
+    probe: Callable[..., Any], save_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = save_checkpoint(tmp_path / "mute", with_tokenizer=False)
+    for arguments in ((), ("--prompt", PROMPT)):
+        result = probe("dyck", "--ckpt", folder, "--out", tmp_path / "x.h5", *arguments, "-q")
+        assert result.code == 2 and "has no tokenizer" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["mute"]
+
+
+def test_a_broken_row_is_named(probe: Callable[..., Any], tmp_path: Path) -> None:
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"input": "( [", "answer": "] )"}\n{"input": "( [", "answer": ") ]"}\n')
+    result = probe("dyck", "--data", items, "--out", tmp_path / "x.h5", "-q")
+    assert result.code == 2
+    assert "items.jsonl" in result.err and "row 2" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["items.jsonl"]
+
+
+def test_probes_of_prompts_over_text(probe: Callable[..., Any], tmp_path: Path) -> None:
+    result = probe("batch", "--probes", "dyck-map", "--tokens", "1k", "--out", tmp_path / "x.h5")
+    assert result.code == 0, result.err
+    assert "The run is over text: there is no prompt to map." in result.out
+
+
+@pytest.mark.shared_data
+@pytest.mark.skipif(not BIGBENCH.is_file(), reason=f"needs {BIGBENCH.name} beside the checkout")
+def test_bigbench_items(probe: Callable[..., Any], tmp_path: Path) -> None:
+    """Real items, DCLM's form; the items are read where they lie."""
+    given = ("--data", BIGBENCH, "--template", "dclm", "--shots", "0,1", "--items", 6)
+    more = ("--seeds", 1, "--nested", 0, "--out", tmp_path / "x.h5", "-q")
+    result = probe("dyck", "--device", "cpu", *given, *more)
+    assert result.code == 0, result.err
+    assert len(dyck.read_items(BIGBENCH)) == 1000
