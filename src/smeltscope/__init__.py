@@ -15,6 +15,7 @@ except PackageNotFoundError:  # a checkout that was never installed
 # `probe --help` must answer at once.
 _LAZY = {
     "capture": ("smeltscope.activations", "capture"),
+    "dyck": ("smeltscope.api", "dyck"),
     "load_checkpoint": ("smeltscope.model", "load_checkpoint"),
     "open": ("smeltscope.activations", "open_run"),
     "probe": ("smeltscope.api", "probe"),

@@ -87,6 +87,71 @@ def probe(
         return open_run(file)
 
 
+def dyck(
+    model: "str | Path | Checkpoint | PreTrainedModel",
+    data: str | Path | None = None,
+    *,
+    items: int | None = None,
+    shots: Sequence[int] = (0, 1, 2, 4, 8, 16, 32),
+    seeds: int = 10,
+    pairing: str = "usual",
+    reveal: str | None = None,
+    template: str | Path = "bigbench",
+    nested: int = 32,
+    ablation: str = "resample",
+    examples: int = 3,
+    batch_tokens: int = 8192,
+    seed: int = 0,
+    tokenizer: Any = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    quiet: bool = False,
+    **loading: Any,
+) -> xr.DataTree:
+    """What `probe dyck` does, for Python: a run with the groups dyck_scores, dyck_heads, dyck_map and dyck_patterns.
+
+    `model` is as in `probe`; everything else is as on the command line. Raises `SmeltscopeError` where the
+    command would end with its sentence.
+
+        run = smeltscope.dyck("smelt-tiny", items=10, shots=(0, 1, 2), seeds=1, nested=8)
+        smeltscope.summarize(run, "dyck-heads")["dyck_head_rise"]
+    """
+    from smeltscope.commands.dyck import make_heldout, measure_dyck, probes_of_dyck
+
+    if out is not None:
+        check_out(Path(out), force=force)
+    checkpoint = _checkpoint(model, tokenizer, loading)
+    heldout = make_heldout(
+        checkpoint,
+        data=None if data is None else Path(data),
+        items=items,
+        shots=tuple(shots),
+        seeds=seeds,
+        pairing=pairing,
+        reveal=reveal,
+        template=str(template),
+        nested=nested,
+        seed=seed,
+    )
+    log = terminal.make_log(quiet=quiet)
+    terminal.data(log, heldout)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.h5" if out is None else Path(out)
+        probes = probes_of_dyck(heldout, nested=nested, ablation=ablation)
+        measure_dyck(
+            checkpoint,
+            heldout,
+            probes,
+            out=file,
+            log=log,
+            examples=examples,
+            force=force,
+            batch_tokens=batch_tokens,
+            seed=seed,
+        )
+        return open_run(file)
+
+
 def summarize(
     run: xr.DataTree, probe: str | Probe, *, draws: int = DRAWS, seed: int | None = None
 ) -> xr.Dataset:

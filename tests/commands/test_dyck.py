@@ -122,6 +122,44 @@ def test_the_head_of_a_run(finished: Path, probe: Callable[..., Any]) -> None:
     assert f"Head {head} of layer {layer} (the Dyck head of {finished})" in result.out
 
 
+def test_the_same_in_python(finished: Path) -> None:
+    given = {"items": 4, "shots": (0, 2), "seeds": 2, "nested": 4, "device": "cpu", "quiet": True}
+    run = smeltscope.dyck("smelt-tiny", **given)
+    other = smeltscope.open(finished)
+    assert run.attrs["identity"] == other.attrs["identity"]
+    for group in ("dyck_scores", "dyck_heads", "dyck_map"):
+        assert run[group].dataset.equals(other[group].dataset)
+
+
+def test_any_probe_runs_over_prompts() -> None:
+    """Rows are the targets', regions the prompt's."""
+    checkpoint = smeltscope.load_checkpoint("smelt-tiny", device="cpu")
+    prompts = dyck.make_prompts(
+        dyck.generate_sets(4, 2, 0),
+        checkpoint.tokenizer,
+        shots=[2],
+        template=dyck.read_template("bigbench"),
+        context=256,
+        seed=0,
+    )
+    run = smeltscope.probe(checkpoint, prompts, ["dyck-map", "swap", "attention-sink"], quiet=True)
+    assert run["region"].values.tolist() == list(dyck.REGIONS)
+    masses = run["dyck_map"]["region_mass_sum"].sel(map_region=list(dyck.REGIONS)).values
+    sampled = run["attention_sink"]["region_mass_sum"].values
+    np.testing.assert_allclose(sampled, masses, atol=1e-5)
+    swapped = run["swap"]["mass_sum"].sel(swapped="later").values  # (segment, layer, pair, ...)
+    np.testing.assert_allclose(swapped[:, :, 0], masses[:, 6:10], atol=1e-5)
+
+
+def test_a_second_tokenizer_is_refused(
+    probe: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.h5"
+    result = probe(*ARGUMENTS, "--shots", 0, "--baseline", tiny_checkpoint, "--out", out, "-q")
+    assert result.code == 2 and "same tokenizer" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_state(probe: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "state.h5"
     given = ("--ckpt", "smelt-tiny", "--device", "cpu", "--items", 8, "--shots", 1, "--out", out)

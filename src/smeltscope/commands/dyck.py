@@ -137,30 +137,33 @@ def dyck(*, prompt: str | None, head: str | None, **given: Any) -> None:
 def _run(given: dict[str, Any]) -> None:
     from smeltscope.activations import check_out
 
-    out = running.out_file("dyck", **given)
-    check_out(out, force=given["force"])
+    out, force = running.out_file("dyck", **given), given["force"]
     beside = out.with_name(f"{out.stem}-baseline.h5")
-    if given["baseline"] is not None:
-        check_out(beside, force=given["force"])
+    # Interrupted in the Baseline's run, the command finds its own finished.
+    reuse = given["baseline"] is not None and not beside.exists() and not force
+    if not reuse:
+        check_out(out, force=force)
     log = terminal.make_log(quiet=given["quiet"])
     checkpoint = load_model(**given)
     heldout = make_heldout(checkpoint, **given)
     terminal.data(log, heldout)
-    names = ["dyck-scores"] + ["dyck-heads", "dyck-map"] * bool(given["nested"])
-    options = {"dyck-heads": {"ablation": given["ablation"], "donors": heldout}}
-    probes = [make_probe(name, **options.get(name, {})) for name in names]
-    _measure(checkpoint, heldout, probes, out, log, given)
+    probes = probes_of_dyck(heldout, **given)
+    other = None
     if given["baseline"] is not None:
-        log.print(f"Baseline: {given['baseline']}")
+        check_out(beside, force=force)
         as_trained = {"visits": None, "residual_scale": None, "untrained": False}
         other = load_model(**given | as_trained | {"ckpt": given["baseline"]})
-        theirs = make_heldout(other, **given)
-        if theirs.digest != heldout.digest:
+        if make_heldout(other, **given).digest != heldout.digest:
             raise SmeltscopeError(
                 f"{other.name} does not see the same tokens in these prompts as {checkpoint.name}: a comparison "
                 "needs a checkpoint with the same tokenizer and context."
             )
-        _measure(other, theirs, [p for p in probes if p.name != "dyck-heads"], beside, log, given)
+    given = given | {"log": log}
+    measure_dyck(checkpoint, heldout, probes, **given | {"out": out, "reuse": reuse})
+    if other is not None:
+        log.print(f"Baseline: {given['baseline']}")
+        shared = [probe for probe in probes if probe.name != "dyck-heads"]
+        measure_dyck(other, heldout, shared, **given | {"out": beside})
     if not terminal.is_first_worker():
         return
     _report(probes, out, beside, given)
@@ -220,18 +223,32 @@ def make_heldout(
     return dyck.join(parts)
 
 
-def _measure(
+def probes_of_dyck(heldout: "HeldOut", *, nested: int, ablation: str, **_: Any) -> list["Probe"]:
+    """Scores, and where there are nested prompts the search for heads and the map."""
+    probes = [make_probe("dyck-scores")]
+    if nested:
+        probes.append(make_probe("dyck-heads", ablation=ablation, donors=heldout))
+        probes.append(make_probe("dyck-map"))
+    return probes
+
+
+def measure_dyck(
     checkpoint: "Checkpoint",
     heldout: "HeldOut",
     probes: Sequence["Probe"],
+    *,
     out: Path,
     log: "Console",
-    given: Mapping[str, Any],
+    examples: int,
+    force: bool,
+    reuse: bool = False,
+    **given: Any,
 ) -> None:
+    """Run the probes over the prompts into `out`, with the whole attention of some beside."""
     from smeltscope.probes import run_probes
     from smeltscope.probes.patterns import patterns_of
 
-    chosen = _examples(heldout, given["examples"])
+    chosen = _examples(heldout, examples)
     beside = patterns_of(checkpoint, heldout, chosen) if chosen else None
     with terminal.progress(log) as on_progress:
         run_probes(
@@ -240,7 +257,8 @@ def _measure(
             probes,
             out,
             options_of_run(heldout, **given),
-            force=given["force"],
+            force=force,
+            reuse=reuse,
             beside=beside,
             on_progress=on_progress,
         )
