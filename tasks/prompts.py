@@ -18,7 +18,7 @@ class Prompts:
     answers: list[np.ndarray]  # positions of the answer's tokens, ascending, to the segment's end
     targets: list[np.ndarray]  # those of them that bear a symbol
     marks: dict[str, list[np.ndarray]]  # (targets, length) bool: what a target's row may look at
-    states: dict[str, list[np.ndarray]]  # (length,) int64, of symbols; -1 where there is none
+    states: dict[str, list[np.ndarray]]  # (length,) int32, of symbols; -1 where there is none
     labels: dict[str, np.ndarray]  # (segments,), kept in the run file
     vocabulary: list[str]  # the text of each token id
     stop: str  # what ends an answer

@@ -63,7 +63,7 @@ def make_prompts(
 
     Segments stand in the order of `shots` and, within, of `sets`. A prompt longer than `context`
     tokens, the answer included, loses whole demonstrations, the first ones first; a number of shots
-    that no prompt keeps is left out. `seed`, a label, is what demonstrations were drawn with.
+    that no prompt keeps is left out, unless it is the smallest. `seed`, a label, is what demonstrations were drawn with.
     `vocab_size` is the model's. Raises SmeltscopeError with a sentence.
     """
     shots = sorted(set(shots))
@@ -84,7 +84,7 @@ def make_prompts(
     for k in shots:
         shown = [replace(item_set, demonstrations=item_set.demonstrations[:k]) for item_set in sets]
         segments = [_segment(reader, item_set, template) for item_set in shown]
-        if k and all(len(segment.ids) > context for segment in segments):
+        if k > shots[0] and all(len(segment.ids) > context for segment in segments):
             without = ", ".join(str(n) for n in shots if n >= k)  # more fit even less
             notes.append(
                 f"Left out: {without} shots, for no prompt with them fits into {context} tokens."
@@ -103,11 +103,6 @@ def make_prompts(
                 "shots": k,
             }
             made.append((segment, labels))
-    if not made:
-        raise SmeltscopeError(
-            f"No prompt with {shots[0]} shots fits into {context} tokens: give fewer --shots or a larger "
-            "--max-length."
-        )
     return _gather(made, template, reader, notes)
 
 
@@ -236,8 +231,8 @@ def _labels(item_set: ItemSet) -> dict[str, Any]:
 
 def _too_long(what: str, length: int, context: int) -> SmeltscopeError:
     return SmeltscopeError(
-        f"{what} has {length} tokens with its answer but {context} fit: leave it out or raise "
-        "--max-length."
+        f"{what} has {length} tokens with its answer but {context} fit: leave it out or take a "
+        "model with a longer context."
     )
 
 

@@ -38,7 +38,7 @@ class Segment:
     answers: np.ndarray  # (answer tokens,) int64
     targets: np.ndarray  # (targets,) int64
     marks: dict[str, np.ndarray]  # (targets, length) bool
-    states: dict[str, np.ndarray]  # (length,) int64
+    states: dict[str, np.ndarray]  # (length,) int32
     straddling: np.ndarray  # ids of the tokens that lie over two regions
 
 
@@ -148,7 +148,7 @@ def _states(
     items: Sequence[Item], inputs: Sequence[np.ndarray], length: int
 ) -> dict[str, np.ndarray]:
     """What the stack holds after a token's last symbol."""
-    states = {name: np.full(length, -1, dtype=np.int64) for name in STATES}
+    states = {name: np.full(length, -1, dtype=np.int32) for name in STATES}
     for item, tokens in zip(items, inputs, strict=True):
         depth, kind, top = _stack(item.prefix)
         closer = np.array([CLOSERS.find(symbol) for symbol in item.pairing.closers])

@@ -489,6 +489,10 @@ def test_too_long_prompts_lose_their_first_demonstrations(tokenizers):
         assert labels["bayes_answers"][row] == best["answers"]
     assert lost and found.dropped == {"demonstrations": lost}
     assert found.lengths.max() <= context
+    # The only number of shots stays, with as many as fit.
+    alone = make_prompts(sets, tokenizer, shots=[6], template=BIG, context=context, seed=0)
+    assert (alone.prompts.labels["shots"] == 6).all() and len(alone) == 12
+    assert (alone.prompts.labels["kept_shots"] < 6).all() and alone.lengths.max() <= context
     short = [
         k
         for k in np.unique(labels["shots"])
@@ -713,7 +717,7 @@ def test_bad_input(tokenizers):
         ({"shots": []}, "no prompt to make"),
         ({"sets": []}, "no prompt to make"),
         ({"context": 60, "shots": [0]}, f"The prompt of item {sets[0].query.name}, without demo"),
-        ({"context": 60, "shots": [2]}, "No prompt with 2 shots fits into 60 tokens"),
+        ({"context": 60, "shots": [2]}, f"The prompt of item {sets[0].query.name}, without demo"),
         ({"sets": [ItemSet(query=closed, demonstrations=())], "shots": [0]}, "has no targets"),
         ({"vocab_size": 40}, "but the model's vocabulary has 40 entries"),
     ):
