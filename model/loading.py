@@ -209,10 +209,10 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a checkpoint folder in eval mode; see `load_checkpoint`."""
-    _check_config_file(folder, trust_remote_code=trust_remote_code)
+    check_config_file(folder, trust_remote_code=trust_remote_code)
     if not untrained:
         _check_weight_files(folder, allow_pickle=allow_pickle)
-    config = _load_config(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     if spread:
         check_before_spread(config, spread)
     if dtype == "auto" and device == "cpu":
@@ -272,7 +272,7 @@ def _aligned(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _load_config(folder: Path, *, trust_remote_code: bool) -> Any:
+def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     file = folder / "config.json"
     try:
         with _quiet():
@@ -339,7 +339,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
-def _check_config_file(folder: Path, *, trust_remote_code: bool) -> None:
+def check_config_file(folder: Path, *, trust_remote_code: bool) -> None:
     """Say what is wrong with config.json before transformers says it less clearly."""
     config = folder / "config.json"
     if not config.is_file():

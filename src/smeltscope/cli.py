@@ -49,6 +49,14 @@ PROBE_COMMANDS = {
 }
 SMELT_COMMANDS = {
     "train": ("smeltscope.commands.train:train", "Train a model as a recipe file says; resumes."),
+    "info": (
+        "smeltscope.commands.info:info",
+        "What a configuration costs: parameters, FLOPs, KV cache; how sparse it is.",
+    ),
+    "match": (
+        "smeltscope.commands.match:match",
+        "Looped configurations on the three budgets of a Baseline.",
+    ),
 }
 
 
