@@ -110,7 +110,7 @@ batch_tokens_option = click.option(
 )  # fmt: skip
 @click.option("--prompt", metavar="TEXT", help='Show one prompt instead: "Input: ( [ \\nOutput:".')
 @click.option(
-    "--head", metavar="LAYER.HEAD", help="The head that --prompt shows. [default: see below]"
+    "--head", metavar="LAYER.HEAD", help="The head that --prompt shows. [default: see above]"
 )
 @batch_tokens_option
 @output_options

@@ -23,6 +23,7 @@ _LEFT_OUT = {
     "one_token_tail": "x a last segment of one token",
     "one_token_document": "x a document of one token",
     "empty_document": "x an empty document",
+    "demonstrations": "x a demonstration",
     "doubled_start_token": "x a start token in front of the text, which each segment has anyway",
 }
 _LINE_EVERY = 30.0  # seconds, where there is no terminal to draw a bar on
@@ -51,13 +52,13 @@ def make_output() -> "Console":
 
 def data(log: "Console", heldout: "HeldOut") -> None:
     """What the run goes over, and what was left out of it."""
-    counts = {
-        "token": int(heldout.lengths.sum()),
-        "segment": len(heldout),
-        "document": len({int(d) for d in heldout.document}),
-    }
-    parts = [counted(count, what) for what, count in counts.items()]
-    log.print(f"{parts[0]} in {parts[1]} of {parts[2]}.")
+    tokens = counted(int(heldout.lengths.sum()), "token")
+    if heldout.prompts is None:
+        documents = counted(len({int(d) for d in heldout.document}), "document")
+        log.print(f"{tokens} in {counted(len(heldout), 'segment')} of {documents}.")
+    else:
+        items = counted(len(set(heldout.prompts.labels["item"])), "item")
+        log.print(f"{tokens} in {counted(len(heldout), 'prompt')} of {items}.")
     for note in heldout.notes:
         log.print(note, soft_wrap=True)
     left_out = [
