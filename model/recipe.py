@@ -8,6 +8,8 @@ from typing import Any
 
 from smeltscope.errors import SmeltscopeError
 
+NUMBERS = tuple[int, ...]  # the type of a field that is a list in TOML
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerRecipe:
@@ -30,10 +32,13 @@ class DataRecipe:
     train: tuple[Path, ...]
     heldout: tuple[Path, ...]
     context: int  # tokens in a row, start token included
+    packed: bool = False  # a row holds as many segments as fit; else one, and padding
     heldout_tokens: int = 100_000  # at least one row of each category
+    broken_lines: str = "refuse"  # or skip
 
     def __post_init__(self) -> None:
         _positive("data", heldout_tokens=self.heldout_tokens)
+        _one_of("[data]", "broken_lines", self.broken_lines, ("refuse", "skip"))
         if self.context < 2:
             raise SmeltscopeError(f"[data] context is {self.context}: it must be 2 or more.")
         for name in ("train", "heldout"):
@@ -48,10 +53,73 @@ class DataRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """The text of [data], whose categories take turns."""
+
+    weight: float  # this source's rows are to all rows as its weight is to the sum of weights
+    name: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackcopySource:
+    """Stretches of tokens, each followed by its copy, to the row's end."""
+
+    weight: float
+    name: str = "backcopy"  # the category of its rows
+    stretches: str = "text"  # of the text, or of random tokens
+    lengths: tuple[int, ...] = (8, 64)  # shortest and longest stretch
+    loss: str = "all"  # or copies: of their tokens alone
+
+    def __post_init__(self) -> None:
+        _one_of(f"[[mixture]] {self.name}", "stretches", self.stretches, ("text", "random"))
+        _one_of(f"[[mixture]] {self.name}", "loss", self.loss, ("all", "copies"))
+        if len(self.lengths) != 2 or not 2 <= self.lengths[0] <= self.lengths[1]:
+            raise SmeltscopeError(
+                f"[[mixture]] {self.name} lengths is {list(self.lengths)}: it is the shortest length, "
+                "2 or more, and the longest."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DyckSource:
+    """Prompts of smeltscope.tasks.dyck, as `probe dyck` makes them, on maps that it leaves alone."""
+
+    weight: float
+    name: str = "dyck"  # the category of its rows
+    pairing: str = "in-context"
+    reveal: str = "answers"
+    shots: tuple[int, ...] = tuple(range(9))  # each as often
+    lengths: tuple[int, ...] = (4, 16)  # shortest and longest input, in symbols
+    template: str | Path = "bigbench"  # or a .toml file, relative to the recipe
+    loss: str = "all"  # or answers: of theirs alone, demonstrations included
+
+    def __post_init__(self) -> None:
+        _one_of(f"[[mixture]] {self.name}", "loss", self.loss, ("all", "answers"))
+        if not self.shots or min(self.shots) < 0:
+            raise SmeltscopeError(
+                f"[[mixture]] {self.name} shots is {list(self.shots)}: it lists numbers from 0 on."
+            )
+        if len(self.lengths) != 2:
+            raise SmeltscopeError(
+                f"[[mixture]] {self.name} lengths is {list(self.lengths)}: it is the shortest and the "
+                "longest input."
+            )
+
+
+Source = TextSource | BackcopySource | DyckSource
+SOURCES: dict[str, type[Source]] = {
+    "text": TextSource,
+    "backcopy": BackcopySource,
+    "dyck": DyckSource,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
     """The optimisation: AdamW, warm-up, a stable stretch, and a decay to zero at the end.
 
-    Give `steps`, or `tokens` (padding included); the schedule's `decay_share` is of all steps.
+    Give `steps`, or `tokens` (padding included); the schedule's `decay_share` is of all steps. A branch
+    goes on from the run's state after a step of the stable stretch, on the same rows, and decays at once.
     """
 
     output: Path
@@ -61,8 +129,15 @@ class TrainingRecipe:
     tokens: int | None = None
     warmup_steps: int = 100
     decay_share: float = 0.25
+    branches: tuple[int, ...] = ()  # steps after which a decay of its own starts, beside the run
+    branch_steps: int = 0  # the length of each
     weight_decay: float = 0.1
-    save_every: int = 500  # steps, as the next two
+    router_z_loss: float = 0.0  # coefficient; that of balance is the model's router_aux_loss_coef
+    accumulate: int = 1  # a step's rows are computed in so many batches
+    checkpoint_activations: bool = False  # compute them again in the backward: less memory
+    compile: bool = False  # torch.compile
+    save_every: int = 500  # steps, as the next three
+    keep_every: int = 0  # of these checkpoints none is removed
     log_every: int = 20
     eval_every: int = 500
 
@@ -74,6 +149,7 @@ class TrainingRecipe:
             length=self.steps or self.tokens or 0,
             batch_tokens=self.batch_tokens,
             learning_rate=self.learning_rate,
+            accumulate=self.accumulate,
             save_every=self.save_every,
             log_every=self.log_every,
             eval_every=self.eval_every,
@@ -82,13 +158,33 @@ class TrainingRecipe:
             raise SmeltscopeError(
                 f"[training] decay_share is {self.decay_share}: it is a share, from 0 to 1."
             )
-        if self.weight_decay < 0:
-            raise SmeltscopeError(f"[training] weight_decay is {self.weight_decay}: at least 0.")
+        for name in ("weight_decay", "router_z_loss", "keep_every"):
+            if getattr(self, name) < 0:
+                raise SmeltscopeError(f"[training] {name} is {getattr(self, name)}: at least 0.")
         if not 0 <= self.warmup_steps <= self.total_steps - self.decay_steps:
             raise SmeltscopeError(
                 f"[training] has {self.total_steps} steps: {self.warmup_steps} of warm-up and "
                 f"{self.decay_steps} of decay do not fit."
             )
+        self._check_branches()
+
+    def _check_branches(self) -> None:
+        if bool(self.branches) != (self.branch_steps > 0):
+            raise SmeltscopeError(
+                "[training] branches, a list of steps, goes with branch_steps, how long each is."
+            )
+        stable = self.total_steps - self.decay_steps
+        for step in self.branches:
+            if not max(self.warmup_steps, 1) <= step <= stable:
+                raise SmeltscopeError(
+                    f"[training] branches has {step}: a branch starts at a step of the stable "
+                    f"stretch, {max(self.warmup_steps, 1)} to {stable}."
+                )
+            if step + self.branch_steps > self.total_steps:
+                raise SmeltscopeError(
+                    f"[training] the branch from step {step} would end at {step + self.branch_steps}, "
+                    f"but there are rows for {self.total_steps} steps: lower branch_steps."
+                )
 
     @property
     def total_steps(self) -> int:
@@ -110,15 +206,41 @@ class Recipe:
     tokenizer: TokenizerRecipe
     data: DataRecipe
     training: TrainingRecipe
+    mixture: tuple[Source, ...] = (TextSource(weight=1.0),)
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise SmeltscopeError(f"seed is {self.seed}: it must be 0 or more.")
+        self._check_mixture()
         if self.training.batch_tokens % self.data.context:
             raise SmeltscopeError(
                 f"batch_tokens {self.training.batch_tokens} is no multiple of context "
                 f"{self.data.context}: a batch holds whole rows."
             )
+        if self.batch_rows % self.training.accumulate:
+            raise SmeltscopeError(
+                f"[training] accumulate is {self.training.accumulate}, but a step has {self.batch_rows} "
+                "rows: it must divide them."
+            )
+
+    def _check_mixture(self) -> None:
+        names = [source.name for source in self.mixture]
+        for source in self.mixture:
+            if source.weight <= 0:
+                raise SmeltscopeError(
+                    f"[[mixture]] {source.name} weight is {source.weight}: it must be above 0."
+                )
+            if names.count(source.name) > 1:
+                raise SmeltscopeError(
+                    f"[[mixture]] has {source.name} twice: give one of them another name."
+                )
+            if isinstance(source, BackcopySource) and 2 * source.lengths[1] >= self.data.context:
+                raise SmeltscopeError(
+                    f"[[mixture]] {source.name} has stretches of {source.lengths[1]} tokens: with their "
+                    f"copies they do not fit into context {self.data.context}."
+                )
+        if sum(isinstance(source, TextSource) for source in self.mixture) > 1:
+            raise SmeltscopeError("[[mixture]] has two sources text: all text of [data] is one.")
 
     @property
     def batch_rows(self) -> int:
@@ -138,7 +260,8 @@ def load_recipe(path: Path, *, data: Path | None = None, output: Path | None = N
     except ValueError as error:  # UnicodeDecodeError and TOMLDecodeError
         raise SmeltscopeError(f"{path} is no TOML file: {error}.") from error
     parts = {"model": dict, "tokenizer": dict, "data": dict, "training": dict}
-    _check_keys("recipe", table, known={"seed": int, **parts}, required={"seed", *parts})
+    known = {"seed": int, **parts, "mixture": list}
+    _check_keys("recipe", table, known=known, required={"seed", *parts})
     base = path.parent if data is None else data
     words = dict(table["data"])
     for name in ("train", "heldout"):
@@ -156,18 +279,29 @@ def load_recipe(path: Path, *, data: Path | None = None, output: Path | None = N
         text=text,
         seed=table["seed"],
         model=table["model"],
-        tokenizer=_build("tokenizer", TokenizerRecipe, tokenizer),
-        data=_build("data", DataRecipe, words),
-        training=_build("training", TrainingRecipe, training),
+        tokenizer=_build("[tokenizer]", TokenizerRecipe, tokenizer),
+        data=_build("[data]", DataRecipe, words),
+        training=_build("[training]", TrainingRecipe, training),
+        **({"mixture": _mixture(table["mixture"], path.parent)} if "mixture" in table else {}),
     )
 
 
-def same_recipe(text: str, other: str) -> bool:
-    """Whether two recipes compute the same, wherever they put it and whatever their comments say."""
-    tables = [tomllib.loads(text), tomllib.loads(other)]
+def _mixture(tables: list[Any], base: Path) -> tuple[Source, ...]:
+    sources = []
     for table in tables:
-        table.get("training", {}).pop("output", None)
-    return tables[0] == tables[1]
+        kind = table.get("source") if isinstance(table, dict) else None
+        if kind not in SOURCES:
+            raise SmeltscopeError(
+                f"[[mixture]] has the source {kind!r}: each of its tables names one of "
+                f"{', '.join(SOURCES)}."
+            )
+        words = {key: value for key, value in table.items() if key != "source"}
+        if str(words.get("template", "")).endswith(".toml"):
+            words["template"] = base / words["template"]
+        sources.append(_build(f"[[mixture]] {kind}", SOURCES[kind], words))
+    if not sources:
+        raise SmeltscopeError("[[mixture]] is empty: leave it out for the text alone.")
+    return tuple(sources)
 
 
 def _paths(name: str, value: Any, base: Path) -> tuple[Path, ...]:
@@ -176,12 +310,12 @@ def _paths(name: str, value: Any, base: Path) -> tuple[Path, ...]:
     return tuple(base / item for item in value)
 
 
-def _build(section: str, kind: type, table: dict[str, Any]) -> Any:
+def _build(where: str, kind: type, table: dict[str, Any]) -> Any:
     fields = dataclasses.fields(kind)
     known = {field.name: field.type for field in fields}
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
-    _check_keys(f"[{section}]", table, known=known, required=required)
-    return kind(**table)
+    _check_keys(where, table, known=known, required=required)
+    return kind(**{k: tuple(v) if known[k] == NUMBERS else v for k, v in table.items()})
 
 
 def _check_keys(
@@ -195,12 +329,22 @@ def _check_keys(
         kind = known[key] if known[key] is not float else float | int
         if kind in (int, float | int, int | None) and isinstance(value, bool):
             raise SmeltscopeError(f"{where} {key} is {value!r}: expected a number.")
-        if kind not in (tuple[Path, ...],) and not isinstance(value, kind):
+        if kind == NUMBERS:
+            if not isinstance(value, list) or not all(type(n) is int for n in value):
+                raise SmeltscopeError(
+                    f"{where} {key} is {value!r}: expected a list of whole numbers."
+                )
+        elif kind not in (tuple[Path, ...],) and not isinstance(value, kind):
             name = getattr(kind, "__name__", str(kind))
             raise SmeltscopeError(f"{where} {key} is {value!r}: expected {name}.")
     missing = sorted(required - table.keys())
     if missing:
         raise SmeltscopeError(f"{where} lacks {', '.join(missing)}.")
+
+
+def _one_of(where: str, key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SmeltscopeError(f"{where} {key} is {value!r}: it is {' or '.join(known)}.")
 
 
 def _positive(section: str, **values: float) -> None:

@@ -1,95 +1,204 @@
-"""What `train_model` gives the Trainer of transformers: rows, our losses, whole checkpoints."""
+"""What `train_model` gives the Trainer of transformers: rows, our losses, what is logged, whole checkpoints."""
 
-import json
-import shutil
 import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from smeltscope.errors import SmeltscopeError
+from smeltscope.model.losses import router_losses, token_losses
 from smeltscope.model.rows import Rows
+from smeltscope.model.run_folder import add_metrics, check_space, finish_checkpoint, last_good
 
-WHOLE = "whole"  # a file in a checkpoint, written last: a kill while saving leaves none
+# Looks at the model whenever it is evaluated, and names what it found.
+Watch = Callable[[PreTrainedModel], Mapping[str, float]]
+
+BYTES_OF_PARAMETER = 12  # in a checkpoint: float32, as the two moments of AdamW are
+BYTES_BESIDE = 2_000_000  # states of schedule, generators and Trainer
 
 
 class RowDataset(Dataset):
-    """Rows as the Trainer wants them; padding is neither attended nor predicted."""
+    """Rows as the Trainer wants them; `token_batch` says what becomes of them."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
+        real = np.arange(rows.tokens.shape[1]) < rows.lengths[:, None]  # (row, position)
+        self.packed = bool((real[:, 1:] & (rows.positions[:, 1:] == 0)).any())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        tokens = torch.from_numpy(self.rows.tokens[i].astype(np.int64))  # (context,)
-        real = torch.arange(len(tokens)) < int(self.rows.lengths[i])
-        return {
+        rows = self.rows
+        tokens = torch.from_numpy(rows.tokens[i].astype(np.int64))  # (context,)
+        item = {
             "input_ids": tokens,
-            "attention_mask": real.long(),
-            "labels": tokens.masked_fill(~real, -100),
+            "labels": tokens.masked_fill(~torch.from_numpy(rows.predicted[i]), -100),
+            "real": torch.arange(len(tokens)) < int(rows.lengths[i]),
+            "category": torch.tensor(int(rows.category[i])),
         }
+        if self.packed:
+            # Where positions begin anew, transformers separates segments, if no mask is given. Rows of
+            # one segment need neither: in a causal model no token sees the padding behind it.
+            item["position_ids"] = torch.from_numpy(rows.positions[i].astype(np.int64))
+        return item
 
 
 class SmeltTrainer(Trainer):
-    """The stock Trainer, with what it does not tell: loss without the router's part, speed."""
+    """The stock Trainer with our losses, logged by category and expert; it keeps whole checkpoints only.
 
-    def __init__(self, *, heldout: Rows, **kwargs: Any) -> None:
+    `kept` are the steps whose checkpoints are written and stay; `watch` is called at each evaluation. Layers that are
+    `compiled` run uncompiled there: what looks into them would have them compiled again.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        *,
+        heldout: Rows,
+        router_z_loss: float = 0.0,
+        kept: Collection[int] = (),
+        watch: Watch | None = None,
+        compiled: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
+        self.compiled = compiled
         self.heldout = heldout
-        self.balance_coefficient: float = kwargs["model"].config.router_aux_loss_coef
+        self.router_z_loss = router_z_loss
+        self.kept = kept
+        self.watch = watch
+        self.categories: tuple[str, ...] = kwargs["train_dataset"].rows.categories
         self.evaluated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
+        self.add_callback(_Saves(kept))
         self._start_counting()
 
-    def _start_counting(self) -> None:
-        self.text_loss = self.balance = 0.0  # sums over the steps since the last line of the log
-        self.steps_seen = self.tokens_seen = 0
-        self.clock = time.perf_counter()
+    @property
+    def output(self) -> Path:
+        return Path(str(self.args.output_dir))
 
-    def compute_loss(  # type: ignore[override]
-        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
+    # ------------------------------------------------------------ losses
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        tokens = int(inputs["attention_mask"].sum())
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        text_loss = float(loss.detach())
-        if not np.isfinite(text_loss):
+        """This process's share of a step's loss.
+
+        The text's is the mean over the predicted tokens of the whole step, however they are split over batches and
+        processes; the routers' are means over batches and processes, each balanced by itself.
+        """
+        config = self.accelerator.unwrap_model(model).config
+        labels, real, category = (inputs.pop(name) for name in ("labels", "real", "category"))
+        outputs = model(
+            **inputs, use_cache=False
+        )  # with a cache, positions would not separate segments
+        losses = token_losses(outputs.logits, labels)  # (row, position)
+        routers = router_losses(outputs.router_logits, real, top_k=config.num_experts_per_tok)
+        predicted = (labels[:, 1:] >= 0).sum(1)  # (row,)
+        counted = predicted.sum() if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, but their sum is wanted.
+        loss = losses.sum() * self.accelerator.num_processes / counted
+        of_routers = config.router_aux_loss_coef * routers.balance + self.router_z_loss * routers.z
+        loss = loss + of_routers / self.args.gradient_accumulation_steps
+        if not bool(torch.isfinite(loss)):
             raise SmeltscopeError(
-                f"The loss is {text_loss} at step {self.state.global_step + 1}: "
-                f"{_last_good(Path(str(self.args.output_dir)))}; try a lower learning_rate."
+                f"The loss is {loss.item()} at step {self.state.global_step + 1}: "
+                f"{last_good(self.output)}; try a lower learning_rate."
             )
-        balance = float(outputs.aux_loss.detach())
-        self.text_loss += text_loss - self.balance_coefficient * balance
-        self.balance += balance
-        self.steps_seen += 1
-        self.tokens_seen += tokens
+        of_category = torch.zeros(2, len(self.categories), device=loss.device)
+        of_category.index_add_(1, category, torch.stack([losses.detach().sum(1), predicted]))
+        scalars = (routers.balance, routers.z, torch.ones_like(loss), real.sum())
+        self._count("categories", of_category)
+        self._count("scalars", torch.stack([x.detach().float() for x in scalars]))
+        self._count("load", routers.load)
         return (loss, outputs) if return_outputs else loss
 
+    def _start_counting(self) -> None:
+        self.sums: dict[str, Tensor] = {}  # since the last line of the log, of this process
+        self.clock = time.perf_counter()
+
+    def _count(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    # ------------------------------------------------------------ the log
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.steps_seen:
+        if "train_runtime" in logs:  # the Trainer's closing summary, of the last start only
+            return
+        beside: dict[str, Any] = {}
+        if "loss" in logs and self.sums:
             seconds = time.perf_counter() - self.clock
-            logs["loss"] = self.text_loss / self.steps_seen
-            logs["load_balancing_loss"] = self.balance / self.steps_seen
-            logs["tokens_per_second"] = self.tokens_seen / seconds
+            sums: Any = self.accelerator.reduce(self.sums, "sum")
             self._start_counting()
+            losses, predicted = sums["categories"].double().cpu().numpy()  # (category,)
+            balance, z, batches, tokens = sums["scalars"].double().tolist()
+            logs["loss"] = losses.sum() / predicted.sum()
+            logs |= {
+                f"loss/{name}": losses[c] / predicted[c]
+                for c, name in enumerate(self.categories)
+                if predicted[c]
+            }
+            logs["load_balancing_loss"] = balance / batches
+            logs["router_z_loss"] = z / batches
+            logs["tokens_per_second"] = tokens / seconds
+            config: Any = self.model.config  # type: ignore[union-attr]
+            load = sums[
+                "load"
+            ].double()  # (execution, expert), from here 1 where all are used alike
+            load = load / load.mean(1, keepdim=True)
+            for e in config.executions:
+                where = f"layer {e.layer} visit {e.visit}"
+                logs[f"expert_load_max/{where}"] = load[e.index].max().item()
+                logs[f"experts_unused/{where}"] = (load[e.index] == 0).double().mean().item()
+            beside["expert_load"] = load.cpu().numpy().round(3).tolist()
         super().log(logs, start_time)
+        self.state.log_history.clear()  # every checkpoint would hold the whole of it
+        if self.is_world_process_zero():
+            add_metrics(self.output, {"step": self.state.global_step, **logs, **beside})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self.evaluated[0] == self.state.global_step:  # the last step is a Trainer's epoch too
             return self.evaluated[1]
         began = time.perf_counter()
-        with self.compute_loss_context_manager():
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
             metrics = heldout_loss(self.model, self.heldout, batch_rows=self.args.train_batch_size)
+            if self.watch is not None:
+                metrics |= self.watch(self.model)  # type: ignore[arg-type]
         self.log(dict(metrics))
         self.clock += time.perf_counter() - began  # speed is training's alone
         self.evaluated = (self.state.global_step, metrics)
         return metrics
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        began = time.perf_counter()
+        parameters = list(self.model.parameters())  # type: ignore[union-attr]
+        if not all(bool(torch.isfinite(p).all()) for p in parameters):
+            raise SmeltscopeError(
+                f"Weights are no longer numbers after step {self.state.global_step}: "
+                f"{last_good(self.output)}; try a lower learning_rate."
+            )
+        needed = BYTES_OF_PARAMETER * sum(p.numel() for p in parameters) + BYTES_BESIDE
+        check_space(self.output, needed, f"The checkpoint of step {self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process writes a part of it
+        if self.is_world_process_zero():
+            checkpoint = self.output / f"checkpoint-{self.state.global_step}"
+            finish_checkpoint(checkpoint, kept=self.kept)
+        self.clock += time.perf_counter() - began
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A checkpoint holds tied weights once, under one name: the other names are not missing.
@@ -99,63 +208,36 @@ class SmeltTrainer(Trainer):
         super()._issue_warnings_after_load(load_result)
 
 
-class RunFolder(TrainerCallback):
-    """Keeps the metrics file, and marks the checkpoints that were written to the end."""
+class _Saves(TrainerCallback):
+    """Saves after the steps that are kept; a line of the log before every save, so that none spans a resumption."""
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, kept: Collection[int]) -> None:
+        self.kept = kept
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "train_runtime" not in logs:  # the Trainer's closing summary, of the last start only
-            with (self.output / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-            raise SmeltscopeError(
-                f"Weights are no longer numbers after step {state.global_step}: "
-                f"{_last_good(self.output)}; try a lower learning_rate."
-            )
-        (self.output / f"checkpoint-{state.global_step}" / WHOLE).touch()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save |= state.global_step in self.kept
+        control.should_log |= control.should_save
 
 
 def heldout_loss(model: Any, rows: Rows, *, batch_rows: int) -> dict[str, float]:
     """Cross-entropy in nats per predicted token, over all tokens and over those of each category."""
-    sums = torch.zeros(len(rows.categories), dtype=torch.float64)
-    counts = torch.zeros(len(rows.categories), dtype=torch.float64)
+    sums = np.zeros((len(rows.categories), 2))  # of losses, and predicted tokens
     dataset = RowDataset(rows)
     model.eval()
     for begin in range(0, len(rows), batch_rows):
-        chosen = range(begin, min(begin + batch_rows, len(rows)))
-        items = [dataset[i] for i in chosen]
+        items = [dataset[i] for i in range(begin, min(begin + batch_rows, len(rows)))]
         batch = {k: torch.stack([i[k] for i in items]).to(model.device) for k in items[0]}
-        labels = batch.pop("labels")[:, 1:]  # (row, position)
+        labels, _, category = (batch.pop(name) for name in ("labels", "real", "category"))
         with torch.no_grad():
-            logits = model(**batch, use_cache=False, output_router_logits=False).logits[:, :-1]
-        losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-        category = torch.from_numpy(rows.category[begin : begin + len(items)]).long()
-        sums.index_add_(0, category, losses.sum(1).double().cpu())
-        counts.index_add_(0, category, (labels >= 0).sum(1).double().cpu())
-    by_category = (sums / counts).tolist()
+            logits = model(**batch, use_cache=False, output_router_logits=False).logits
+        losses = token_losses(logits, labels).sum(1).double().cpu().numpy()  # (row,)
+        predicted = (labels[:, 1:] >= 0).sum(1).cpu().numpy()
+        np.add.at(sums, category.cpu().numpy(), np.stack([losses, predicted], axis=1))
     return {
-        "heldout_loss": float(sums.sum() / counts.sum()),
-        **{f"heldout_loss/{c}": x for c, x in zip(rows.categories, by_category, strict=True)},
+        "heldout_loss": float(sums[:, 0].sum() / sums[:, 1].sum()),
+        **{
+            f"heldout_loss/{name}": float(loss / count)
+            for name, (loss, count) in zip(rows.categories, sums, strict=True)
+            if count
+        },
     }
-
-
-def last_checkpoint(output: Path, *, remove_cut_short: bool = False) -> Path | None:
-    """The newest checkpoint that was written to the end, if any."""
-    whole: list[tuple[int, Path]] = []
-    for folder in output.glob("checkpoint-*"):
-        if (folder / WHOLE).exists():
-            whole.append((int(folder.name.split("-")[1]), folder))
-        elif remove_cut_short:
-            shutil.rmtree(folder)
-    return max(whole)[1] if whole else None
-
-
-def _last_good(output: Path) -> str:
-    checkpoint = last_checkpoint(output)
-    if checkpoint is None:
-        return "there is no checkpoint from before"
-    return f"the last good checkpoint is {checkpoint}"

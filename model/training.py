@@ -1,12 +1,10 @@
 """Training a SMELT on rows of tokens with transformers' Trainer.
 
 `train_model` is the whole of it: it resumes from the last whole checkpoint of its output folder,
-writes metrics there as JSON lines, and leaves the finished model in `final`.
+writes metrics there as JSON lines and for TensorBoard, and leaves the finished model in `final`.
 """
 
-import csv
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
@@ -21,13 +19,23 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.configuration import SmeltConfig
-from smeltscope.model.recipe import Recipe, same_recipe
+from smeltscope.model.recipe import Recipe
 from smeltscope.model.rows import Rows
+from smeltscope.model.run_folder import (
+    check_space,
+    forget_metrics_after,
+    last_checkpoint,
+    remove_cut_short,
+    step_of,
+    whole_checkpoints,
+    write_curve,
+)
 from smeltscope.model.smelt import SmeltForCausalLM
-from smeltscope.model.trainer import RowDataset, RunFolder, SmeltTrainer, last_checkpoint
+from smeltscope.model.trainer import BYTES_BESIDE, RowDataset, SmeltTrainer, Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,36 +85,6 @@ def build_config(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> SmeltC
     return config
 
 
-def open_run(recipe: Recipe) -> Path:
-    """The output folder of a recipe, made if it is missing.
-
-    Raises SmeltscopeError when it holds something else, or a run of another recipe.
-    """
-    output = recipe.training.output
-    kept = output / "recipe.toml"
-    if output.exists() and not output.is_dir():
-        raise SmeltscopeError(f"{output} is a file: name a folder for the output.")
-    begun = (output / "rows.npz").exists()  # before that, nothing would be lost
-    if begun and kept.exists():
-        if not same_recipe(kept.read_text(encoding="utf-8"), recipe.text):
-            raise SmeltscopeError(
-                f"{output} holds a run of another recipe: give --out another folder, or remove it."
-            )
-        return output
-    if not kept.exists() and output.exists() and any(output.iterdir()):
-        raise SmeltscopeError(f"{output} is not empty and holds no run: give --out a new folder.")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f"{output.name}.recipe.partial")
-        partial.write_text(recipe.text, encoding="utf-8")
-        partial.rename(kept)
-    except OSError as error:
-        raise SmeltscopeError(
-            f"The output folder {output} cannot be made or written ({error.strerror}): give --out another."
-        ) from error
-    return output
-
-
 def train_model(
     recipe: Recipe,
     *,
@@ -115,48 +93,105 @@ def train_model(
     heldout: Rows,
     device: str = "auto",
     callbacks: tuple[TrainerCallback, ...] = (),
+    watch: Watch | None = None,
 ) -> Path:
-    """Train on `rows`, in their order, to the end of the recipe; returns the folder of the model.
+    """Train on `rows`, in their order, to the end of the recipe, then its branches; returns the folder of the model.
 
-    The folder comes from `open_run`. A run that was interrupted goes on from its last whole
-    checkpoint, and computes what it would have computed without the interruption. `device` is
-    auto, cpu or cuda; on CUDA the forward is computed in bfloat16, elsewhere in float32.
-    Raises SmeltscopeError when the loss is no longer a number.
+    The folder comes from `open_run`; a branch lies in `branch-STEP` of it. A run that was interrupted goes on from
+    its last whole checkpoint, and computes what it would have computed without the interruption. `device` is auto,
+    cpu or cuda; on CUDA the forward is computed in bfloat16, elsewhere in float32. What `watch` finds at each
+    evaluation is logged. Under torchrun each process computes a share of every step's rows.
+    Raises SmeltscopeError when the loss is no longer a number, or the disk too small for a checkpoint.
     """
-    output, final = recipe.training.output, recipe.training.output / "final"
-    if final.exists():
-        return final
+    training = recipe.training
+    output = training.output
+    _check_vocabulary(build_config(recipe, tokenizer), rows, heldout)
+
+    def train_into(folder: Path, *, steps: int, decay_steps: int, start: int | None) -> None:
+        if (folder / "final").exists():
+            return
+        folder.mkdir(exist_ok=True)
+        config = build_config(recipe, tokenizer)
+        config.output_router_logits = True
+        config.use_cache = False
+        set_seed(recipe.seed)
+        model = SmeltForCausalLM(config)
+        model.router_aux_loss_coef = 0.0  # the Trainer has a loss of its own for it
+        if (
+            training.compile
+        ):  # by layer: all of them take a compilation or two, the whole model minutes
+            for layer in model.model.layers:
+                layer.compile()
+        trainer = SmeltTrainer(
+            model=model,
+            args=make_arguments(recipe, folder, device, steps=steps, decay_steps=decay_steps),
+            train_dataset=RowDataset(rows),
+            eval_dataset=RowDataset(heldout),
+            heldout=heldout,
+            router_z_loss=training.router_z_loss,
+            kept=_kept(recipe) if start is None else (),
+            watch=watch,
+            compiled=training.compile,
+            callbacks=list(callbacks),
+        )
+        for noisy in (PrinterCallback, ProgressCallback):  # they print metrics among the results
+            trainer.remove_callback(noisy)
+        checkpoint = last_checkpoint(folder)
+        if checkpoint is None and start is not None:
+            checkpoint = _start_of_branch(output, start)
+        step = step_of(checkpoint) if checkpoint else 0
+        if trainer.is_world_process_zero():
+            remove_cut_short(folder)
+            forget_metrics_after(folder, step)
+            if is_tensorboard_available():
+                trainer.add_callback(_tensorboard(folder, step))
+        trainer.accelerator.wait_for_everyone()
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.evaluate()
+        if trainer.is_world_process_zero():
+            save_final(model, tokenizer, folder / "final", run=folder, recipe=recipe)
+        trainer.accelerator.wait_for_everyone()
+
+    train_into(output, steps=training.total_steps, decay_steps=training.decay_steps, start=None)
+    for step in training.branches:
+        train_into(
+            output / f"branch-{step}",
+            steps=step + training.branch_steps,
+            decay_steps=training.branch_steps,
+            start=step,
+        )
+    return output / "final"
+
+
+def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> SmeltForCausalLM:
+    """A model to be trained, with weights drawn from torch's generator."""
     config = build_config(recipe, tokenizer)
-    _check_vocabulary(config, rows, heldout)
-    config.output_router_logits = True  # every execution's router is in the load-balancing loss
+    config.output_router_logits = True
     config.use_cache = False
-    set_seed(recipe.seed)
     model = SmeltForCausalLM(config)
-    trainer = SmeltTrainer(
-        model=model,
-        args=_arguments(recipe, device),
-        train_dataset=RowDataset(rows),
-        eval_dataset=RowDataset(heldout),
-        heldout=heldout,
-        callbacks=[RunFolder(output), *callbacks],
-    )
-    for noisy in (PrinterCallback, ProgressCallback):  # they print metrics among the results
-        trainer.remove_callback(noisy)
-    checkpoint = last_checkpoint(output, remove_cut_short=True)
-    _forget_metrics_after(output, int(checkpoint.name.split("-")[1]) if checkpoint else 0)
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    trainer.evaluate()
-    save_final(model, tokenizer, final, run=output)
-    return final
+    model.router_aux_loss_coef = 0.0  # the Trainer has a loss of its own for it
+    if (
+        recipe.training.compile
+    ):  # by layer: all of them take a compilation or two, the whole model minutes
+        for layer in model.model.layers:
+            layer.compile()
+    return model
 
 
 def save_final(
-    model: SmeltForCausalLM, tokenizer: "PreTrainedTokenizerBase", folder: Path, *, run: Path
+    model: SmeltForCausalLM,
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    *,
+    run: Path,
+    recipe: Recipe,
 ) -> None:
     """Write a model for use, in bfloat16, with its tokenizer, recipe and training curve.
 
     `run` is the output folder of the training. The model is changed: its weights are rounded.
     """
+    needed = 2 * sum(p.numel() for p in model.parameters())
+    check_space(run, needed + BYTES_BESIDE, "The finished model")
     model.config.output_router_logits = False
     model.config.use_cache = True
     model.bfloat16()
@@ -164,8 +199,8 @@ def save_final(
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    shutil.copy(run / "recipe.toml", partial / "recipe.toml")
-    _write_curve(run / "metrics.jsonl", partial / "training_curve.csv")
+    (partial / "recipe.toml").write_text(recipe.text, encoding="utf-8")
+    write_curve(run, partial / "training_curve.csv")
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors makes its file readable by its owner alone
     partial.rename(folder)
@@ -187,39 +222,79 @@ def sample_text(
     return str(tokenizer.decode(made[0], skip_special_tokens=True))
 
 
-def _arguments(recipe: Recipe, device: str) -> TrainingArguments:
+def make_arguments(
+    recipe: Recipe, output: Path, device: str, *, steps: int, decay_steps: int
+) -> TrainingArguments:
+    """What the Trainer is told of a run of so many steps."""
     training = recipe.training
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SmeltscopeError("smelt train runs on one device: start it without torchrun.")
     cuda = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise SmeltscopeError("--device cuda: PyTorch sees no CUDA device here.")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    batches = training.accumulate * processes
+    if recipe.batch_rows % batches:
+        raise SmeltscopeError(
+            f"A step's {recipe.batch_rows} rows cannot be shared among {processes} processes with "
+            f"accumulate {training.accumulate}: batch_tokens / context must be a multiple of {batches}."
+        )
     arguments = TrainingArguments(
-        output_dir=str(training.output),
-        max_steps=training.total_steps,
-        per_device_train_batch_size=recipe.batch_rows,
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=recipe.batch_rows // batches,
+        gradient_accumulation_steps=training.accumulate,
         train_sampling_strategy="sequential",  # the rows are in their order already
+        remove_unused_columns=False,
         learning_rate=training.learning_rate,
         adam_beta2=0.95,
         weight_decay=training.weight_decay,
         warmup_steps=training.warmup_steps,
         lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": training.decay_steps, "decay_type": "1-sqrt"},
+        lr_scheduler_kwargs={"num_decay_steps": decay_steps, "decay_type": "1-sqrt"},
+        activation_checkpointing=training.checkpoint_activations,
+        ddp_backend="gloo" if processes > 1 and not cuda else None,
+        ddp_find_unused_parameters=False,
         seed=recipe.seed,
         bf16=cuda,
         use_cpu=not cuda,
         dataloader_pin_memory=cuda,
         logging_steps=training.log_every,
+        logging_nan_inf_filter=False,  # such a loss stops the run
         eval_strategy="steps",
         eval_steps=training.eval_every,
         save_steps=training.save_every,
-        save_total_limit=2,
         disable_tqdm=True,
         report_to="none",
     )
     if cuda:
         arguments._n_gpu = 1  # one process uses one device; transformers would split the batch
     return arguments
+
+
+def _kept(recipe: Recipe) -> set[int]:
+    """The steps of a run whose checkpoints stay."""
+    training = recipe.training
+    every = training.keep_every
+    return {*training.branches, *(range(every, training.total_steps + 1, every) if every else ())}
+
+
+def _start_of_branch(output: Path, step: int) -> Path:
+    checkpoint = whole_checkpoints(output).get(step)
+    if checkpoint is None:
+        raise SmeltscopeError(
+            f"[training] branches has {step}, but {output} holds no checkpoint of that step: a branch that is added "
+            "later starts where one was kept (keep_every) or is among the two newest."
+        )
+    return checkpoint
+
+
+def _tensorboard(output: Path, step: int) -> TensorBoardCallback:
+    """transformers' own; what was logged after `step`, where the run goes on, is hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = str(output / "tensorboard")
+    callback = TensorBoardCallback(SummaryWriter(folder, purge_step=step + 1))
+    callback.logging_dir = folder
+    return callback
 
 
 def _check_vocabulary(config: SmeltConfig, *sets: Rows) -> None:
@@ -230,27 +305,3 @@ def _check_vocabulary(config: SmeltConfig, *sets: Rows) -> None:
                 f"The rows hold token {highest}, but the vocabulary ends at "
                 f"{config.vocab_size - 1}: they were made with another tokenizer."
             )
-
-
-def _forget_metrics_after(output: Path, step: int) -> None:
-    """Drop the lines that a resumed run will write again, and one that a kill cut short."""
-    path = output / "metrics.jsonl"
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            continue
-    path.write_text("".join(kept))
-
-
-def _write_curve(metrics: Path, path: Path) -> None:
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(lines)

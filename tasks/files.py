@@ -101,22 +101,32 @@ def categories(file: DataFile) -> list[str]:
 
 
 def documents(
-    file: DataFile, *, token_dtype: str | None = None, split_ids: frozenset[int] = frozenset()
+    file: DataFile,
+    *,
+    token_dtype: str | None = None,
+    split_ids: frozenset[int] = frozenset(),
+    broken: list[str] | None = None,
 ) -> Iterator[Document]:
-    """The documents of `file`, one at a time. Raises SmeltscopeError for one without text."""
+    """The documents of `file`, one at a time.
+
+    Raises SmeltscopeError for a broken line and a row without text; where `broken` is given, it gets the
+    sentence instead and the row is passed over.
+    """
     if file.kind in ("npy", "bin"):
         stretches = split_documents(open_tokens(file.path, token_dtype), split_ids)
         rows: Iterator[tuple[int, dict]] = enumerate(({"text": s} for s in stretches), 1)
     else:
-        rows = _rows(file, COLUMNS)
+        rows = _rows(file, COLUMNS, broken)
     row = 0
     for row, fields in rows:
         content = fields.get("text")
         if not isinstance(content, str | np.ndarray):
             fault = "no `text`" if content is None else f"a `text` of type {type(content).__name__}"
-            raise SmeltscopeError(
+            error = SmeltscopeError(
                 f"{file.path}, row {row} has {fault}: every row needs a `text` that is a string."
             )
+            _raise_or_note(error, broken)
+            continue
         if file.kind == "txt" and "\0" in content:
             raise SmeltscopeError(f"{file.path} is a binary file: it holds NUL bytes, not text.")
         yield Document(
@@ -187,13 +197,26 @@ def _named(fields: dict[str, Any], key: str, default: str) -> str:
     return default if value is None or value == "" else str(value)
 
 
-def _rows(file: DataFile, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _raise_or_note(error: SmeltscopeError, broken: list[str] | None) -> None:
+    if broken is None:
+        raise error
+    broken.append(str(error))
+
+
+def _rows(
+    file: DataFile, columns: Sequence[str], broken: list[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row from 1, fields) of a text file, a .jsonl file or a table."""
     with _reading(file) as link:
         if file.kind == "jsonl":
             for number, line in _read_text(file, link, "line"):
                 if line.strip():
-                    yield number, _parse(file, number, line)
+                    try:
+                        fields = _parse(file, number, line)
+                    except SmeltscopeError as error:
+                        _raise_or_note(error, broken)
+                    else:
+                        yield number, fields
         elif file.kind == "txt":
             for number, text in _read_text(file, link, "document"):
                 yield number, {"text": text}

@@ -4,6 +4,8 @@ import csv
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +19,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors import safe_open
-from torch.nn.functional import cross_entropy, one_hot
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 
+from smeltscope.commands.sinks import watch_sinks
 from smeltscope.commands.train import train
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model.recipe import load_recipe, same_recipe
-from smeltscope.model.rows import load_rows
-from smeltscope.model.trainer import last_checkpoint
-from smeltscope.model.training import build_config, open_run, train_model
+from smeltscope.model import tiny
+from smeltscope.model.recipe import load_recipe
+from smeltscope.model.rows import Rows, load_rows
+from smeltscope.model.run_folder import changed_keys, last_checkpoint, open_run, whole_checkpoints
+from smeltscope.model.speed import qwen3_moe_like
+from smeltscope.model.trainer import RowDataset
+from smeltscope.model.training import build_config, make_model, train_model
 
 RECIPE = """
 seed = 3
@@ -113,11 +125,13 @@ def metrics(output: Path, *, drop: tuple[str, ...] = ("tokens_per_second",)) -> 
 
 def parts(finished: Path) -> dict[str, Any]:
     """What the command hands to train_model."""
+    heldout = load_rows(finished / "rows.npz", "heldout")
     return {
         "tokenizer": AutoTokenizer.from_pretrained(finished / "tokenizer"),
         "rows": load_rows(finished / "rows.npz", "train"),
-        "heldout": load_rows(finished / "rows.npz", "heldout"),
+        "heldout": heldout,
         "device": "cpu",
+        "watch": watch_sinks(heldout),
     }
 
 
@@ -174,6 +188,32 @@ def test_reloaded_model_gives_the_heldout_loss_that_was_logged(finished: Path) -
     assert total / count == pytest.approx(logged[-1], abs=1e-4)
 
 
+def test_no_tensorboard_is_told(
+    finished: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.integrations.is_tensorboard_available", lambda: False)
+    told = run_command(data / "recipe.toml", "--out", finished).stderr
+    assert "metrics.jsonl alone: for TensorBoard, pip install tensorboard." in told
+
+
+def test_speed_is_measured_beside_transformers_own_model(finished: Path, data: Path) -> None:
+    result = run_command(data / "recipe.toml", "--out", finished, "-q", "--measure")
+    assert result.exception is None, result.exception
+    told = re.match(r"speed: (\d+) tokens/s, ([\d.]+) x .*Qwen3-MoE.* \((\d+)\)", result.stdout)
+    assert told is not None
+    ours, ratio, theirs = map(float, told.groups())
+    assert ratio == pytest.approx(ours / theirs, abs=0.01)
+    recipe = load_recipe(data / "recipe.toml")
+    smelt = make_model(recipe, parts(finished)["tokenizer"])
+    qwen = Qwen3MoeForCausalLM(qwen3_moe_like(smelt.config))
+    assert len(qwen.model.layers) == len(smelt.model.layers) == 6
+    shapes = {name: p.shape for name, p in qwen.named_parameters(remove_duplicate=False)}
+    norms = {name for name in shapes if "q_norm" in name or "k_norm" in name}  # it always has them
+    assert {n: s for n, s in shapes.items() if n not in norms} == {
+        name: p.shape for name, p in smelt.named_parameters(remove_duplicate=False)
+    }
+
+
 def test_finished_run_is_not_trained_again(finished: Path, data: Path) -> None:
     before = (finished / "final" / "model.safetensors").stat().st_mtime_ns
     result = run_command(data / "recipe.toml", "--out", finished, "-q")
@@ -181,18 +221,147 @@ def test_finished_run_is_not_trained_again(finished: Path, data: Path) -> None:
     assert (finished / "final" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_load_balancing_counts_every_execution(finished: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(finished / "final", dtype=torch.float32)
-    rows = load_rows(finished / "rows.npz", "heldout").take(np.arange(6))
-    ids = torch.from_numpy(rows.tokens.astype(np.int64))
-    real = torch.arange(ids.shape[1]) < torch.from_numpy(rows.lengths)[:, None]
-    assert not real.all()
-    out = model(ids, attention_mask=real.long(), output_router_logits=True)
-    assert len(out.router_logits) == model.config.num_hidden_layers == 6  # not 4 layers
-    scores = torch.cat([logits[real.flatten()] for logits in out.router_logits]).softmax(-1)
-    chosen = one_hot(scores.topk(2).indices, 4).sum(1).float()  # (tokens x executions, expert)
-    expected = 4 * (chosen.mean(0) * scores.mean(0)).sum()
-    assert out.aux_loss.item() == pytest.approx(expected.item(), rel=1e-5)
+def test_log_tells_losses_by_category_and_load_by_expert(finished: Path) -> None:
+    lines = metrics(finished, drop=())
+    first = lines[0]
+    rows = parts(finished)["rows"].take(np.arange(8))  # those of step 1
+    counts = [rows.predicted[rows.category == c, 1:].sum() for c in range(2)]
+    mixed = np.average([first["loss/a"], first["loss/b"]], weights=counts)
+    assert first["loss"] == pytest.approx(mixed, rel=1e-6)
+    load = np.array(first["expert_load"])
+    assert load.shape == (6, 4) and load.mean(1) == pytest.approx(np.ones(6), abs=1e-3)
+    executions = ["0 visit 1", "1 visit 1", "2 visit 1", "1 visit 2", "2 visit 2", "3 visit 1"]
+    for of_execution, name in zip(load, executions, strict=True):
+        largest = first[f"expert_load_max/layer {name}"]
+        assert largest == pytest.approx(of_execution.max(), abs=1e-3)
+        assert first[f"experts_unused/layer {name}"] == (of_execution == 0).mean()
+    heldout = next(line for line in lines if "heldout_loss" in line)
+    for name in ("a", "b"):
+        assert 0 <= heldout[f"max_head_sink/{name}/visit 2"] <= 1
+    assert all(0 < line["tokens_per_second"] < 1e9 for line in lines if "loss" in line)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = accumulator.EventAccumulator(str(finished / "tensorboard"))
+    board.Reload()
+    losses = [(e.step, e.value) for e in board.Scalars("train/loss")]
+    logged = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in losses] == [step for step, _ in logged]
+    assert [x for _, x in losses] == pytest.approx([x for _, x in logged], rel=1e-6)
+    assert "train/max_head_sink/a/visit 2" in board.Tags()["scalars"]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def run_recipe(data: Path, given: dict[str, Any], output: Path, *changes: str, **more: Any) -> Path:
+    """Train by RECIPE with lines put in the place of those of the same keys, or added to [training]."""
+    text = RECIPE
+    for line in changes:
+        key = line.split(" =")[0]
+        known = [old for old in text.splitlines() if old.split(" =")[0] == key]
+        text = text.replace(known[0], line) if known else text + line + "\n"
+    (data / f"{output.name}.toml").write_text(text)
+    recipe = load_recipe(data / f"{output.name}.toml", output=output)
+    open_run(recipe)
+    train_model(recipe, **given, **more)
+    return output
+
+
+def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(output / f"checkpoint-{step}" / "model.safetensors")
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class KeepGradients(TrainerCallback):
+    """The gradients of the first step, clipped as the optimiser gets them."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if not self.gradients:
+            named = given["model"].named_parameters()
+            self.gradients = {name: p.grad.clone() for name, p in named}
+
+
+def test_accumulated_batches_make_the_step_of_one(
+    finished: Path, data: Path, tmp_path: Path
+) -> None:
+    given, short = parts(finished), ("steps = 2", "warmup_steps = 0", "router_aux_loss_coef = 0.0")
+    one, four = KeepGradients(), KeepGradients()
+    whole = run_recipe(data, given, tmp_path / "whole", *short, callbacks=(one,))
+    parted = run_recipe(
+        data, given, tmp_path / "parted", *short, "accumulate = 4", callbacks=(four,)
+    )
+    largest = max(g.abs().max() for g in one.gradients.values())
+    for name, gradient in one.gradients.items():
+        assert (four.gradients[name] - gradient).abs().max() < 1e-6 * largest, name
+    for ours, theirs in zip(metrics(parted), metrics(whole), strict=True):
+        assert ours["step"] == theirs["step"]
+        for name in {"loss", "loss/a", "heldout_loss", "grad_norm"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+def test_activations_computed_again_give_the_same_bits(
+    finished: Path, data: Path, tmp_path: Path
+) -> None:
+    options = ("steps = 2", "warmup_steps = 0", "router_z_loss = 0.1")
+    given = parts(finished)
+    plain = run_recipe(data, given, tmp_path / "plain", *options)
+    again = run_recipe(data, given, tmp_path / "again", *options, "checkpoint_activations = true")
+    assert_same(weights(again, 2), weights(plain, 2))
+    without = run_recipe(data, given, tmp_path / "without", *options[:2])
+    gate = "model.layers.1.mlp.gate.weight"  # the router's losses reach it
+    assert not torch.equal(weights(without, 2)[gate], weights(plain, 2)[gate])
+
+
+def test_segments_of_a_packed_row_do_not_see_each_other() -> None:
+    model = tiny("smelt").eval()
+    tokens = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0)).numpy()
+    positions = np.concatenate([np.arange(7), np.arange(9), np.arange(4)])  # and padding
+    rows = Rows(
+        tokens=tokens,
+        positions=np.stack([positions, np.arange(20)]),
+        predicted=np.ones((2, 20), dtype=bool),
+        lengths=np.array([16, 20]),
+        category=np.zeros(2, dtype=np.int32),
+        categories=("x",),
+    )
+    items = [RowDataset(rows)[i] for i in range(2)]
+    assert items[0]["real"].sum() == 16
+    ids, places = (torch.stack([item[n] for item in items]) for n in ("input_ids", "position_ids"))
+    with torch.no_grad():
+        logits = model(ids, position_ids=places, use_cache=False).logits
+        for row, begin, stop in ((0, 0, 7), (0, 7, 16), (1, 0, 20)):
+            alone = model(ids[row : row + 1, begin:stop]).logits[0]
+            assert (logits[row, begin:stop] - alone).abs().max() < 1e-5
+    unpacked = RowDataset(rows.take(np.array([1])))
+    assert "position_ids" not in unpacked[0]
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(
+    finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_layer(layer: torch.nn.Module) -> None:
+        compiled.append(layer)
+        layer._compiled_call_impl = torch.compile(
+            layer._call_impl, backend="aot_eager"
+        )  # in seconds
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
+    run = run_recipe(data, parts(finished), tmp_path / "run", "compile = true")
+    assert len(compiled) == 6
+    for ours, plain in zip(metrics(run), metrics(finished), strict=True):
+        assert ours.keys() == plain.keys()
+        for name in ours.keys() - {"expert_load"}:
+            assert ours[name] == pytest.approx(plain[name], rel=1e-3), name
 
 
 # ---------------------------------------------------------------- interruptions
@@ -208,12 +377,14 @@ class StopAfter(TrainerCallback):
 
 
 def test_stopped_run_goes_on_as_if_uninterrupted(
-    finished: Path, data: Path, caplog: pytest.LogCaptureFixture
+    finished: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recipe = load_recipe(data / "recipe.toml", output=data / "stopped")
-    output = open_run(recipe)
+    given = parts(finished)
+    options = ("accumulate = 2", "log_every = 3", "router_z_loss = 0.01")
+    whole = run_recipe(data, given, tmp_path / "whole", *options)
+    output = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        train_model(recipe, **parts(finished), callbacks=(StopAfter(7),))
+        run_recipe(data, given, output, *options, callbacks=(StopAfter(7),))
     # As if the kill had come while the next checkpoint was written, and a line of the metrics.
     cut_short = output / "checkpoint-8"
     cut_short.mkdir()
@@ -221,10 +392,15 @@ def test_stopped_run_goes_on_as_if_uninterrupted(
     with (output / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')
     assert last_checkpoint(output) == output / "checkpoint-4"
-    train_model(recipe, **parts(finished))
+    run_recipe(data, given, output, *options)
     assert "missing keys" not in caplog.text
-    for ours, whole in zip(metrics(output), metrics(finished), strict=True):
-        assert ours == pytest.approx(whole, rel=1e-5)
+    # A line before every save: the sums of a line never span a resumption.
+    assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4, 6, 8, 9, 12]
+    assert metrics(output) == metrics(whole)
+    assert_same(weights(output, 12), weights(whole, 12))
+    assert_same(
+        *(load_file(run / "final" / "model.safetensors") for run in (output, whole)),
+    )
 
 
 @pytest.mark.slow
@@ -245,19 +421,83 @@ def test_killed_command_resumes(finished: Path, data: Path) -> None:
         command, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "tokenizing" not in done.stderr  # the rows were kept
+    assert "rows" not in done.stderr  # they were kept
     assert "step 12/12" in done.stderr and "step 1/12" not in done.stderr
-    for ours, whole in zip(metrics(output), metrics(finished), strict=True):
-        assert ours == pytest.approx(whole, rel=1e-5)
+    assert metrics(output) == metrics(finished)
 
 
 def test_loss_that_is_no_number_stops_the_run(finished: Path, data: Path, tmp_path: Path) -> None:
-    (data / "nan.toml").write_text(RECIPE.replace("learning_rate = 1e-2", "learning_rate = 1e30"))
-    recipe = load_recipe(data / "nan.toml", output=tmp_path / "nan")
-    open_run(recipe)
     with pytest.raises(SmeltscopeError, match=r"at step \d+: there is no checkpoint|after step"):
-        train_model(recipe, **parts(finished))
+        run_recipe(data, parts(finished), tmp_path / "nan", "learning_rate = 1e30")
     assert last_checkpoint(tmp_path / "nan") is None
+
+
+def test_lost_run_names_the_checkpoint_to_go_back_to(
+    finished: Path, data: Path, tmp_path: Path
+) -> None:
+    class Break(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 6:
+                with torch.no_grad():
+                    given["model"].lm_head.weight[0, 0] = torch.nan
+
+    output = tmp_path / "nan"
+    told = f"The loss is nan at step 7: the last good checkpoint is {output / 'checkpoint-4'};"
+    with pytest.raises(SmeltscopeError, match=re.escape(told)):
+        run_recipe(data, {**parts(finished), "watch": None}, output, callbacks=(Break(),))
+
+
+def test_full_disk_is_told_before_a_checkpoint_is_written(
+    finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FillTheDisk(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 8:
+                usage = shutil.disk_usage(tmp_path)._replace(free=1_234_567)
+                monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+
+    given, output = parts(finished), tmp_path / "full"
+    with pytest.raises(SmeltscopeError) as told:
+        run_recipe(data, given, output, callbacks=(FillTheDisk(),))
+    model = AutoModelForCausalLM.from_pretrained(finished / "final")
+    needed = 12 * sum(p.numel() for p in model.parameters()) / 1e6 + 2
+    assert f"The checkpoint of step 8 needs {needed:.1f} MB" in str(told.value)
+    assert f"1.2 MB left; the last good checkpoint is {output / 'checkpoint-4'}" in str(told.value)
+    written = sum(f.stat().st_size for f in (output / "checkpoint-4").iterdir()) / 1e6
+    assert written < needed  # what was asked for suffices
+    assert sorted(f.name for f in output.glob("checkpoint-*")) == ["checkpoint-4"]
+    monkeypatch.undo()
+    run_recipe(data, given, output)
+    assert metrics(output) == metrics(finished)
+
+
+# ---------------------------------------------------------------- branches, and what is kept
+
+
+def test_branch_decays_from_a_step_on_its_own(finished: Path, data: Path, tmp_path: Path) -> None:
+    given = parts(finished)
+    branches = ("branches = [5, 9]", "branch_steps = 3", "keep_every = 6")
+    run = run_recipe(data, given, tmp_path / "run", *branches)
+    # The run is what it is without branches, and the branch from the end of its stable stretch is its decay.
+    assert_same(weights(run, 12), weights(finished, 12))
+    assert_same(weights(run / "branch-9", 12), weights(run, 12))
+    assert list(whole_checkpoints(run)) == [5, 6, 9, 12]  # of 4 and 8 nothing is left
+    lines = [line for line in metrics(run / "branch-5") if "loss" in line]
+    assert [line["step"] for line in lines] == [6, 7, 8]
+    decay = [1e-2 * (1 - (i / 3) ** 0.5) for i in range(3)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(decay)
+    first = next(line for line in metrics(finished) if line["step"] == 6)
+    assert lines[0]["loss"] == first["loss"]  # the rows that the run itself sees next
+    # A branch that was stopped goes on too, and one may be added later where a checkpoint is.
+    shutil.rmtree(run / "branch-5" / "final")
+    shutil.rmtree(run / "branch-5" / "checkpoint-8")
+    before = metrics(run / "branch-5")
+    later = ("branches = [5, 9, 6]", *branches[1:])
+    run_recipe(data, given, run, *later)
+    assert metrics(run / "branch-5") == before
+    assert (run / "branch-6" / "final" / "model.safetensors").exists()
+    with pytest.raises(SmeltscopeError, match="holds no checkpoint of that step"):
+        run_recipe(data, given, run, "branches = [7]", *branches[1:])
 
 
 # ---------------------------------------------------------------- sentences for what is wrong
@@ -288,6 +528,13 @@ def test_loss_that_is_no_number_stops_the_run(finished: Path, data: Path, tmp_pa
         ("warmup_steps = 2", "warmup_steps = 11", "do not fit"),
         ("learning_rate = 1e-2", 'learning_rate = "high"', "expected"),
         ("learning_rate = 1e-2", "learning_rate = 1e-2\ndecay_share = 2", "share"),
+        ("steps = 12", "steps = 12\naccumulate = 3", "must divide"),
+        ("steps = 12", "steps = 12\naccumulate = 0", "above 0"),
+        ("steps = 12", "steps = 12\nrouter_z_loss = -1", "at least 0"),
+        ("steps = 12", "steps = 12\nbranches = [4]", "goes with branch_steps"),
+        ("steps = 12", "steps = 12\nbranches = [0.5]\nbranch_steps = 2", "whole numbers"),
+        ("steps = 12", "steps = 12\nbranches = [10]\nbranch_steps = 2", "stable stretch, 2 to 9"),
+        ("steps = 12", "steps = 12\nbranches = [9]\nbranch_steps = 4", "would end at 13"),
     ],
 )
 def test_wrong_recipe(data: Path, tmp_path: Path, old: str, new: str, match: str) -> None:
@@ -307,13 +554,26 @@ def test_missing_recipe(tmp_path: Path) -> None:
 
 
 def test_folder_of_another_run_is_refused(data: Path, finished: Path, tmp_path: Path) -> None:
-    (data / "other.toml").write_text(RECIPE.replace("seed = 3", "seed = 4"))
-    with pytest.raises(SmeltscopeError, match="run of another recipe"):
+    other = RECIPE.replace("seed = 3", "seed = 4").replace("steps = 12", "tokens = 9_000")
+    (data / "other.toml").write_text(other)
+    with pytest.raises(SmeltscopeError, match="run of another recipe") as told:
         open_run(load_recipe(data / "other.toml", output=finished))
+    assert "differs in seed (3, now 4), training.steps (12, now not set), training.tokens" in str(
+        told.value
+    )
+    assert (finished / "recipe.toml").read_text() == RECIPE
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(SmeltscopeError, match="not empty and holds no run"):
         open_run(load_recipe(data / "recipe.toml", output=tmp_path))
-    assert same_recipe(RECIPE, RECIPE.replace('"run"', '"elsewhere"') + "# a remark")
+
+
+def test_changed_keys() -> None:
+    assert not changed_keys(RECIPE, RECIPE.replace('"run"', '"elsewhere"') + "# a remark")
+    assert not changed_keys(RECIPE, RECIPE + "branches = [4]\nbranch_steps = 2")
+    mixture = '[[mixture]]\nsource = "text"\nweight = {}\n'
+    before, now = (f"{RECIPE}{mixture.format(1)}{mixture.format(w)}" for w in (1, 2))
+    assert changed_keys(before, now) == ["mixture.2.weight (1, now 2)"]
+    assert changed_keys(RECIPE, before)[0] == "mixture.1.source (not set, now text)"
 
 
 def test_rows_of_another_tokenizer_are_refused(finished: Path, data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
-"""What training reads: rows, their order, and the tokenizer that is learned from the text."""
+"""What training reads: the rows that a recipe makes, and the tokenizer that is learned from the text."""
 
+import json
+import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,64 +12,287 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from smeltscope.commands import prepare as preparing
+from smeltscope.commands.prepare import prepare
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model.rows import Rows, cut_rows, load_rows, save_rows, training_order
+from smeltscope.model.recipe import Recipe, load_recipe
+from smeltscope.model.rows import ARRAYS, Rows, load_rows
 from smeltscope.model.tokenizer import BRACKETS, train_tokenizer
 
-# ---------------------------------------------------------------- rows and their order
+RECIPE = """
+seed = 3
+[model]
+num_physical_layers = 2
+hidden_size = 16
+num_attention_heads = 1
+num_key_value_heads = 1
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 16
+max_position_embeddings = 128
+[tokenizer]
+vocab_size = 300
+[data]
+train = ["a.train.jsonl", "b.train.jsonl"]
+heldout = ["a.heldout.jsonl", "b.heldout.jsonl"]
+context = 96
+packed = true
+heldout_tokens = 1920
+[training]
+output = "run"
+steps = 20
+batch_tokens = 384
+learning_rate = 1e-2
+warmup_steps = 2
+"""
+MIXTURE = """
+[[mixture]]
+source = "text"
+weight = 4
+[[mixture]]
+source = "backcopy"
+weight = 3
+lengths = [4, 20]
+loss = "copies"
+[[mixture]]
+source = "dyck"
+weight = 2
+template = "short.toml"
+lengths = [2, 8]
+shots = [0, 1, 2, 3, 8]
+loss = "answers"
+[[mixture]]
+source = "dyck"
+name = "usual"
+weight = 1
+pairing = "usual"
+template = "short.toml"
+shots = [1]
+lengths = [2, 8]
+"""
 
 
-def test_rows_hold_every_token_of_a_document_behind_start_tokens() -> None:
-    documents = [("x", list(range(10, 19))), ("y", [20]), ("x", [30, 31, 32])]
-    rows = cut_rows(documents, context=5, start=0, end=1, pad=2)
-    assert rows.tokens.tolist() == [
-        [0, 10, 11, 12, 13],
-        [0, 14, 15, 16, 17],
-        [0, 18, 1, 2, 2],
-        [0, 20, 1, 2, 2],
-        [0, 30, 31, 32, 1],
-    ]
-    assert rows.lengths.tolist() == [5, 5, 3, 3, 5]
-    assert [rows.categories[c] for c in rows.category] == ["x", "x", "x", "y", "x"]
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of a few words, and a template."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdeé", k=rng.randint(2, 5))) for _ in range(40)]
+    for name in ("a.train", "b.train", "a.heldout", "b.heldout"):
+        lines = [
+            json.dumps({"text": " ".join(rng.choices(words, k=rng.randint(1, 90)))})
+            for _ in range(30)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    (folder / "short.toml").write_text('shot = "I {input}\\nO {answer}"')
+    return folder
 
 
-def test_no_documents_is_an_error() -> None:
-    with pytest.raises(SmeltscopeError, match="holds no documents"):
-        cut_rows([], context=5, start=0, end=1, pad=2)
+@pytest.fixture(scope="module", autouse=True)
+def few_prompts_at_a_time() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparing, "CHUNK", 24)
+        yield
 
 
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    count=st.integers(1, 40),
-    more=st.integers(0, 20),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=40, deadline=None)
-def test_categories_take_turns_and_a_longer_run_begins_with_the_shorter(
-    sizes: list[int], count: int, more: int, seed: int
+def recipe_of(data: Path, text: str) -> Recipe:
+    (data / "recipe.toml").write_text(text)
+    return load_recipe(data / "recipe.toml")
+
+
+def prepared(data: Path, output: Path, text: str) -> tuple[Rows, Rows]:
+    output.mkdir()
+    prepare(recipe_of(data, text), output, quiet=True)
+    return load_rows(output / "rows.npz", "train"), load_rows(output / "rows.npz", "heldout")
+
+
+@pytest.fixture(scope="module")
+def mixed(data: Path) -> tuple[Rows, Rows]:
+    return prepared(data, data / "mixed", RECIPE + MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def learned(data: Path, mixed: tuple[Rows, Rows]) -> Any:
+    return AutoTokenizer.from_pretrained(data / "mixed" / "tokenizer")
+
+
+def segments_of(rows: Rows, category: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, predicted) of every segment of a category."""
+    found = []
+    for i in np.flatnonzero(rows.category == rows.categories.index(category)):
+        inside = slice(0, rows.lengths[i])
+        cuts = np.flatnonzero(rows.positions[i, inside] == 0)[1:]
+        found += zip(
+            np.split(rows.tokens[i, inside], cuts),
+            np.split(rows.predicted[i, inside], cuts),
+            strict=True,
+        )
+    return found
+
+
+# ---------------------------------------------------------------- mixtures
+
+
+def test_sources_have_their_shares(mixed: tuple[Rows, Rows]) -> None:
+    rows, heldout = mixed
+    assert rows.categories == heldout.categories == ("a", "b", "backcopy", "dyck", "usual")
+    assert np.bincount(rows.category).tolist() == [16, 16, 24, 16, 8]  # of 80
+    assert np.bincount(heldout.category).tolist() == [4, 4, 6, 4, 2]  # of 20
+    full = {c: rows.lengths[rows.category == i].mean() / 96 for i, c in enumerate(rows.categories)}
+    assert full["a"] > 0.9 and full["backcopy"] == 1 and full["dyck"] > 0.8
+
+
+def test_copies_are_of_the_text(mixed: tuple[Rows, Rows], data: Path, learned: Any) -> None:
+    for rows, split in zip(mixed, ("train", "heldout"), strict=True):
+        texts = [
+            json.loads(line)["text"]
+            for name in "ab"
+            for line in (data / f"{name}.{split}.jsonl").read_text().splitlines()
+        ]
+        corpus = [tuple(learned(text)["input_ids"]) for text in texts]
+        for tokens, predicted in segments_of(rows, "backcopy"):
+            assert len(tokens) == 96
+            body = tokens.tolist()[1:]
+            first = next(n for n in range(4, 21) if body[:n] == body[n : 2 * n])
+            assert any(
+                tuple(body[:first]) == ids[i : i + first]
+                for ids in corpus
+                for i in range(len(ids) - first + 1)
+            )
+            assert not predicted[: first + 2].any() and predicted[first + 2 : 2 * first + 1].all()
+
+
+def solve(symbols: list[str], pairs: dict[str, str]) -> list[str | None]:
+    """What closes the open brackets, by a plain stack; `pairs` learns the pairs that are shown."""
+    stack: list[str] = []
+    for symbol in symbols:
+        if symbol in "([{<":
+            stack.append(symbol)
+        else:
+            assert pairs.setdefault(stack.pop(), symbol) == symbol
+    return [pairs.get(opener) for opener in reversed(stack)]
+
+
+@pytest.mark.parametrize("category", ["dyck", "usual"])
+def test_prompts_are_right(mixed: tuple[Rows, Rows], learned: Any, category: str) -> None:
+    shots, revealed, maps = [], [], [set(), set()]
+    for rows, seen in zip(mixed, maps, strict=True):
+        for tokens, predicted in segments_of(rows, category):
+            assert tokens[0] == learned.bos_token_id and tokens[-1] == learned.eos_token_id
+            text = learned.decode(tokens[1:-1])
+            lines = text.split("\n")
+            assert all(line[:2] == "IO"[i % 2] + " " for i, line in enumerate(lines))
+            pairs: dict[str, str] = {}
+            for asked, answer in zip(lines[::2], lines[1::2], strict=True):
+                known = solve(asked[2:].split(), pairs)
+                query_known = None not in known
+                answered = answer[2:].split()
+                assert len(answered) == len(known)
+                for symbol, expected in zip(answered, known, strict=True):
+                    assert expected in (None, symbol)
+                solve([*asked[2:].split(), *answered], pairs)  # consistent to the end
+            shots.append(len(lines) // 2 - 1)
+            revealed.append(query_known)
+            if len(pairs) == 4:
+                seen.add("".join(pairs[opener] for opener in "([{<"))
+            if category == "usual":
+                assert pairs.items() <= {"(": ")", "[": "]", "{": "}", "<": ">"}.items()
+                assert predicted[1:].all() and not predicted[0]
+            else:  # the answers with the space before, and what ends them
+                said = [learned.decode([t]) for t, p in zip(tokens, predicted, strict=True) if p]
+                expected_text = "".join(line[1:] + "\n" for line in lines[1::2])
+                assert "".join(said) == expected_text[:-1] + learned.eos_token
+    if category == "usual":
+        assert set(shots) == {1}
+        return
+    assert set(shots) == {0, 1, 2, 3}  # eight do not fit into 96 tokens
+    assert all(known == (k > 0) for k, known in zip(shots, revealed, strict=True))
+    for of_split, heldout in zip(maps, (False, True), strict=True):
+        assert of_split and all((zlib.crc32(m.encode()) % 8 == 0) == heldout for m in of_split)
+
+
+def same(first: Rows, second: Rows) -> bool:
+    return all((getattr(first, name) == getattr(second, name)).all() for name in ARRAYS)
+
+
+def test_any_model_and_any_length_of_run_see_the_same_sequence(
+    mixed: tuple[Rows, Rows], data: Path, tmp_path: Path
 ) -> None:
-    category = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
-    rows = Rows(
-        tokens=np.zeros((len(category), 4), dtype=np.int32),
-        lengths=np.full(len(category), 4, dtype=np.int32),
-        category=category,
-        categories=tuple(map(str, range(len(sizes)))),
-    )
-    order = training_order(rows, count=count, seed=seed)
-    assert (category[order] == np.arange(count) % len(sizes)).all()
-    for c, size in enumerate(sizes):  # nothing comes again before all was seen
-        mine = order[c :: len(sizes)]
-        for begin in range(0, len(mine), size):
-            assert len(set(mine[begin : begin + size])) == len(mine[begin : begin + size])
-    assert (training_order(rows, count=count + more, seed=seed)[:count] == order).all()
+    other = RECIPE.replace("num_physical_layers = 2", "num_physical_layers = 3\nnum_visits = 1")
+    other = other.replace("steps = 20", "steps = 12").replace("hidden_size = 16", "hidden_size = 8")
+    assert other.count("= 12") == 2
+    rows, heldout = prepared(data, tmp_path / "other", other + MIXTURE)
+    assert same(rows, mixed[0].take(np.arange(48))) and same(heldout, mixed[1])
+    seeded, _ = prepared(data, tmp_path / "seeded", RECIPE.replace("= 3", "= 4", 1) + MIXTURE)
+    for category in mixed[0].categories:
+        assert str(segments_of(seeded, category)) != str(segments_of(mixed[0], category))
 
 
-def test_rows_survive_the_file(tmp_path: Path) -> None:
-    rows = cut_rows([("x", [5, 6, 7])], context=3, start=0, end=1, pad=2)
-    save_rows(tmp_path / "rows.npz", train=rows)
-    back = load_rows(tmp_path / "rows.npz", "train")
-    assert back.tokens.tolist() == rows.tokens.tolist() and back.categories == ("x",)
-    assert [p.name for p in tmp_path.iterdir()] == ["rows.npz"]
+def test_text_rows_do_not_depend_on_what_they_are_mixed_with(
+    mixed: tuple[Rows, Rows], data: Path, tmp_path: Path
+) -> None:
+    rows, _ = prepared(data, tmp_path / "plain", RECIPE)
+    text = mixed[0].take(np.flatnonzero(mixed[0].category < 2))
+    assert (rows.tokens[: len(text)] == text.tokens).all() and rows.categories == ("a", "b")
+
+
+def test_random_stretches_have_no_special_tokens(data: Path, tmp_path: Path) -> None:
+    mixture = '[[mixture]]\nsource = "backcopy"\nweight = 1\nstretches = "random"\nlengths = [2, 9]'
+    rows, heldout = prepared(data, tmp_path / "random", RECIPE + mixture)
+    assert rows.categories == heldout.categories == ("backcopy",)
+    assert rows.tokens[:, 1:].min() == 3 and rows.tokens.max() == 299
+    assert (rows.tokens[:, 0] == 0).all() and rows.predicted[:, 1:].all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('source = "backcopy"', 'source = "copy"', "has the source 'copy'"),
+        ('source = "backcopy"', 'source = "text"', "text has an unknown key 'lengths'"),
+        ('name = "usual"', "", "has dyck twice"),
+        ('name = "usual"', 'name = "a"', "name of a category"),
+        ("weight = 3", "weight = 0", "above 0"),
+        ("weight = 3", "", "lacks weight"),
+        ("lengths = [4, 20]", "lengths = [4]", "shortest length"),
+        ("lengths = [4, 20]", "lengths = [1, 20]", "2 or more"),
+        ("lengths = [4, 20]", "lengths = [4, 2.5]", "list of whole numbers"),
+        ("lengths = [4, 20]", "lengths = [4, 48]", "do not fit into context 96"),
+        ("lengths = [4, 20]", 'stretches = "words"', "text or random"),
+        ('loss = "copies"', 'loss = "answers"', "all or copies"),
+        ('loss = "answers"', 'loss = "none"', "all or answers"),
+        ("shots = [1]", "shots = []", "numbers from 0 on"),
+        ("shots = [1]", "shots = [14]", "more than context 96: list fewer shots"),
+        ('pairing = "usual"', 'pairing = "odd"', "usual or in-context"),
+        ("weight = 2\n", 'weight = 2\nreveal = "all"\n', "not by 'all'"),
+        ("lengths = [2, 8]", "lengths = [8, 2]", "No input of 8 to 2 symbols"),
+        ('template = "short.toml"', 'template = "long.toml"', "no template .*long.toml"),
+        ("packed = true", 'packed = "yes"', "expected bool"),
+        ("packed = true", 'broken_lines = "mend"', "refuse or skip"),
+    ],
+)
+def test_wrong_mixture(data: Path, tmp_path: Path, old: str, new: str, match: str) -> None:
+    text = RECIPE + MIXTURE
+    assert old in text
+    with pytest.raises(SmeltscopeError, match=match):
+        prepared(data, tmp_path / "out", text.replace(old, new, 1))
+
+
+def test_broken_line_is_named_or_skipped(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = (data / "a.train.jsonl").read_text()
+    (data / "c.train.jsonl").write_text(whole + '\n{"text": "cut sho')
+    with pytest.raises(SmeltscopeError, match=r"c\.train\.jsonl, line 31 is broken JSON"):
+        prepared(data, tmp_path / "out", RECIPE.replace("a.train", "c.train"))
+    # Skipped, what is left is what it was.
+    (data / "a2.train.jsonl").write_text('{"text": 5}\n' + whole + '\n{"text": "cut sho')
+    skipping = RECIPE.replace("packed = true", 'packed = true\nbroken_lines = "skip"')
+    recipe = recipe_of(data, skipping.replace("a.train", "a2.train"))
+    (tmp_path / "skipped").mkdir()
+    prepare(recipe, tmp_path / "skipped", quiet=False)
+    assert "skipped 2 broken lines, the first: " in capsys.readouterr().err
+    rows, _ = prepared(data, tmp_path / "whole", RECIPE)
+    assert (load_rows(tmp_path / "skipped" / "rows.npz", "train").tokens == rows.tokens).all()
 
 
 # ---------------------------------------------------------------- the tokenizer

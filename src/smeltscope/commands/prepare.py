@@ -1,0 +1,308 @@
+"""What a training reads: tokenizer and rows of a recipe, made once and kept in its output folder."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from smeltscope.errors import SmeltscopeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from smeltscope.model.recipe import BackcopySource, DyckSource, Recipe
+    from smeltscope.model.rows import Rows, Segment
+    from smeltscope.tasks.dyck import ItemSet
+    from smeltscope.tasks.text import HeldOut
+
+PIECE = 4_000_000  # characters tokenized in one call
+CHUNK = 256  # Dyck prompts that are made, and packed, together
+
+
+def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
+    """Make the tokenizer and the rows of a run, and keep them in its folder."""
+    from smeltscope.model.recipe import DyckSource
+    from smeltscope.model.rows import join_rows, save_rows
+    from smeltscope.model.streams import interleave, take_turns
+    from smeltscope.model.training import build_config
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    for source in recipe.mixture:  # what is wrong with them is told before the long part
+        if isinstance(source, DyckSource):
+            _item_sets(source, max(source.shots), [0], heldout=False)
+
+    def read(paths: tuple[Path, ...]) -> dict[str, list[str]]:
+        broken: list[str] | None = [] if recipe.data.broken_lines == "skip" else None
+        texts = _read(paths, broken)
+        if broken:
+            say(f"skipped {len(broken)} broken lines, the first: {broken[0]}")
+        return texts
+
+    say("reading the text")
+    texts = read(recipe.data.train)
+    if recipe.tokenizer.path is None:
+        say("learning the tokenizer")
+    tokenizer = _tokenizer(recipe, texts)
+    build_config(recipe, tokenizer)  # as above
+    tokenizer.save_pretrained(output / "tokenizer")
+
+    weights = [source.weight for source in recipe.mixture]
+    turns = take_turns(weights, recipe.training.total_steps * recipe.batch_rows)
+    say("making the training rows")
+    numbers = np.bincount(turns, minlength=len(weights)).tolist()
+    rows = interleave(_parts(recipe, tokenizer, texts, numbers, heldout=False), turns)
+    texts.clear()
+    say("making the held-out rows")
+    kept = recipe.data.heldout_tokens // recipe.data.context
+    numbers = [round(kept * weight / sum(weights)) for weight in weights]
+    parts = _parts(recipe, tokenizer, read(recipe.data.heldout), numbers, heldout=True)
+    save_rows(output / "rows.npz", train=rows, heldout=join_rows(parts))
+
+
+def _tokenizer(recipe: "Recipe", texts: dict[str, list[str]]) -> "PreTrainedTokenizerBase":
+    """The tokenizer that the recipe names, or one that is learned from the text."""
+    from smeltscope.model.loading import load_tokenizer
+    from smeltscope.model.tokenizer import train_tokenizer
+
+    if recipe.tokenizer.vocab_size is not None:
+        return train_tokenizer(
+            _excerpt(texts, recipe.tokenizer.characters, recipe.seed),
+            vocab_size=recipe.tokenizer.vocab_size,
+            max_length=recipe.model.get("max_position_embeddings", recipe.data.context),
+        )
+    assert recipe.tokenizer.path is not None
+    if not recipe.tokenizer.path.is_dir():
+        raise SmeltscopeError(f"[tokenizer] path {recipe.tokenizer.path} is no folder.")
+    tokenizer = load_tokenizer(recipe.tokenizer.path)
+    if tokenizer is None:
+        raise SmeltscopeError(f"[tokenizer] path {recipe.tokenizer.path} holds no tokenizer.")
+    return tokenizer
+
+
+def _parts(
+    recipe: "Recipe",
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: dict[str, list[str]],
+    numbers: Sequence[int],
+    *,
+    heldout: bool,
+) -> list["Rows"]:
+    """Rows of each source of the mixture, in their order: `numbers` of them, at least one of a category."""
+    from smeltscope.model.recipe import BackcopySource, DyckSource
+    from smeltscope.model.rows import cut_document, lay_rows, training_order
+
+    context, pad = recipe.data.context, tokenizer.pad_token_id
+    special = {"start": tokenizer.bos_token_id, "end": tokenizer.eos_token_id}
+    segments: dict[str, list[Segment]] = {category: [] for category in texts}
+    for category, ids in _tokenized(texts, tokenizer):
+        segments[category] += cut_document(ids, context=context, **special)
+    parts = []
+    for source, number in zip(recipe.mixture, numbers, strict=True):
+        if source.name in texts:
+            raise SmeltscopeError(
+                f"[[mixture]] {source.name} has the name of a category of the text: give it another."
+            )
+        seed = _seed(recipe, source.name, heldout)
+        if isinstance(source, DyckSource):
+            part = _dyck_rows(recipe, source, tokenizer, max(number, 1), seed, heldout=heldout)
+        elif isinstance(source, BackcopySource):
+            copies = _copies(recipe, source, tokenizer, segments, max(number, 1), seed)
+            part = lay_rows({source.name: list(copies)}, context=context, pad=pad)
+        else:
+            part = lay_rows(segments, context=context, pad=pad, packed=recipe.data.packed)
+            number = max(number, len(texts))
+            part = part.take(training_order(part, count=number, seed=recipe.seed))
+        parts.append(part)
+    return parts
+
+
+def _seed(recipe: "Recipe", name: str, heldout: bool) -> int:
+    """One for all that is drawn for a source."""
+    from smeltscope.model.streams import seed_of
+
+    return seed_of(recipe.seed, name, "heldout" if heldout else "train")
+
+
+def _copies(
+    recipe: "Recipe",
+    source: "BackcopySource",
+    tokenizer: "PreTrainedTokenizerBase",
+    segments: dict[str, list["Segment"]],
+    count: int,
+    seed: int,
+) -> Iterator["Segment"]:
+    from smeltscope.model.streams import backcopy, random_tokens, stretches_of
+
+    shortest, longest = source.lengths
+    if source.stretches == "random":
+        plain = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        draw = random_tokens(plain)
+    else:
+        draw = stretches_of(segments, end=tokenizer.eos_token_id, shortest=shortest)
+    return backcopy(
+        draw,
+        count=count,
+        context=recipe.data.context,
+        start=tokenizer.bos_token_id,
+        lengths=(shortest, longest),
+        copies_only=source.loss == "copies",
+        seed=seed,
+    )
+
+
+def _dyck_rows(
+    recipe: "Recipe",
+    source: "DyckSource",
+    tokenizer: "PreTrainedTokenizerBase",
+    count: int,
+    seed: int,
+    *,
+    heldout: bool,
+) -> "Rows":
+    """`count` rows of prompts; those of a chunk share rows and stand in an order drawn anew."""
+    from smeltscope.model.rows import join_rows, lay_rows
+    from smeltscope.model.streams import seed_of
+
+    chunks: list[Rows] = []
+    while sum(map(len, chunks)) < count:
+        drawn = seed_of(seed, len(chunks))
+        prompts = _prompts(recipe, source, tokenizer, drawn, heldout=heldout)
+        rows = lay_rows(
+            {source.name: prompts},
+            context=recipe.data.context,
+            pad=tokenizer.pad_token_id,
+            packed=recipe.data.packed,
+        )
+        chunks.append(rows.take(np.random.default_rng(drawn).permutation(len(rows))))
+    return join_rows(chunks).take(np.arange(count))
+
+
+def _prompts(
+    recipe: "Recipe",
+    source: "DyckSource",
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    heldout: bool,
+) -> list["Segment"]:
+    """A chunk of prompts, each with its answer and the end token.
+
+    Numbers of shots are drawn from the source's; a prompt that is too long gets the next smaller one.
+    """
+    from smeltscope.model.rows import Segment
+    from smeltscope.tasks import dyck
+
+    template = dyck.read_template(source.template)
+    shots = sorted(set(source.shots), reverse=True)
+    drawn = np.random.default_rng(seed).choice(source.shots, size=CHUNK)
+    segments: dict[int, Segment] = {}
+    for k in shots:
+        members = [i for i in range(CHUNK) if drawn[i] >= k and i not in segments]
+        if not members:
+            continue
+        made = dyck.make_prompts(
+            _item_sets(source, k, [seed + i for i in members], heldout=heldout),
+            tokenizer,
+            shots=[k],
+            template=template,
+            context=2**31,  # it would drop the first demonstrations, those that reveal
+            seed=0,
+        )
+        for prompt, i in enumerate(members):
+            tokens = np.append(made.segment(prompt), np.int32(tokenizer.eos_token_id))
+            if len(tokens) <= recipe.data.context:
+                answered = _answered(made, prompt)
+                predicted = answered if source.loss == "answers" else np.arange(len(tokens)) > 0
+                segments[i] = Segment(tokens=tokens, predicted=predicted)
+            elif k == shots[-1]:
+                raise SmeltscopeError(
+                    f"[[mixture]] {source.name}: a prompt of {k} shots has {len(tokens)} tokens, more "
+                    f"than context {recipe.data.context}: list fewer shots or give shorter lengths."
+                )
+    return [segments[i] for i in range(CHUNK)]
+
+
+def _item_sets(
+    source: "DyckSource", shots: int, seeds: Sequence[int], *, heldout: bool
+) -> list["ItemSet"]:
+    """A query and its demonstrations for each seed."""
+    from smeltscope.tasks import dyck
+
+    shortest, longest = source.lengths
+    return [
+        dyck.generate_sets(
+            1,
+            shots,
+            seed,
+            pairing=source.pairing,
+            reveal=source.reveal,
+            lengths=(shortest, longest),
+            heldout_maps=heldout,
+        )[0]
+        for seed in seeds
+    ]
+
+
+def _answered(made: "HeldOut", i: int) -> np.ndarray:
+    """Which tokens of a prompt, the end token included, answer: symbols, spaces around them, what ends them."""
+    prompts = made.prompts
+    assert prompts is not None
+    answers = [prompts.region_names.index(f"{whose}_answer") for whose in ("demo", "query")]
+    symbol = np.append(np.isin(prompts.regions[i], answers), False)
+    blank = np.array([prompts.vocabulary[token].isspace() for token in made.segment(i)] + [True])
+    near = np.append(symbol[1:], False) | np.append(False, symbol[:-1])
+    return symbol | (blank & near)
+
+
+def _read(paths: tuple[Path, ...], broken: list[str] | None) -> dict[str, list[str]]:
+    """{category: the texts of its documents}, in the order of the files."""
+    from smeltscope.tasks.files import documents, find_files, quiet_datasets
+
+    texts: dict[str, list[str]] = {}
+    files, _ = find_files(paths)
+    with quiet_datasets():
+        for file in files:
+            for document in documents(file, broken=broken):
+                if not isinstance(document.content, str):
+                    raise SmeltscopeError(f"{file.path} holds tokens: training reads text.")
+                texts.setdefault(document.category, []).append(document.content)
+    return texts
+
+
+def _excerpt(texts: dict[str, list[str]], characters: int, seed: int) -> Iterator[str]:
+    """Whole documents of every category, drawn from `seed`, each category with the same share."""
+    for category, members in texts.items():
+        left = characters // len(texts)
+        for text in random.Random(f"{seed} {category}").sample(members, len(members)):
+            if left <= 0:
+                break
+            yield text[:left]
+            left -= len(text)
+
+
+def _tokenized(
+    texts: dict[str, list[str]], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[str, Any]]:
+    """(category, token ids) of every document, tokenized some at a time for speed."""
+    for category, members in texts.items():
+        begin = 0
+        while begin < len(members):
+            end, size = begin, 0
+            while end < len(members) and size < PIECE:
+                size += len(members[end])
+                end += 1
+            encoded = tokenizer(
+                members[begin:end],
+                add_special_tokens=False,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for ids in encoded["input_ids"]:
+                yield category, ids
+            begin = end
