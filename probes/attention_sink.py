@@ -1,7 +1,7 @@
 """attention-sink: how much attention rests on a segment's first token, by head, layer and visit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from smeltscope.model import Execution
 from smeltscope.probes.labels import over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Probe
-from smeltscope.probes.regions import Regions, masses_by_region
-from smeltscope.probes.rows import Rows, check_mass, rows_of
+from smeltscope.probes.regions import Regions
+from smeltscope.probes.rows import Rows, block_of, check_mass
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import (
     Estimate,
@@ -377,6 +377,9 @@ def measure_sink(
 ) -> dict[str, Tensor]:
     """The numbers of `AttentionSink` for one execution: each (B,), (B, H), (B, bin), (B, H, bin) or (B, H, key)."""
     rows, _, queries, _ = attention.query.shape
+    # Products of what the kernel got, which is not contiguous, take longer than a copy.
+    query, key = attention.query.contiguous(), attention.key.contiguous()
+    attention = replace(attention, query=query, key=key)
     positions = torch.arange(queries, device=lengths.device)
     first = torch.zeros(rows, 1, dtype=torch.long, device=lengths.device)
     sees_first = attention.sees(first)[..., 0]  # (B, Q)
@@ -427,11 +430,9 @@ def _heaviest_key(attention: Attention, counted: Tensor) -> Tensor:
     spread = torch.linspace(0, 1, SAMPLED_QUERIES, device=counted.device)
     wanted = (spread * (number - 1).clamp(min=0)).round().long() + 1  # (B, S), from 1
     sampled = torch.searchsorted(counted.cumsum(1), wanted).clamp_(max=counted.shape[1] - 1)
-    rows = rows_of(attention, Sample(positions=sampled, valid=counted.gather(1, sampled)))
-    mass = torch.zeros(*attention.query.shape[:2], attention.key.shape[2], device=counted.device)
-    for block in rows:
-        mass[..., : block.mass.shape[3]] += block.mass.sum(2)
-    return mass.argmax(-1)
+    queries = Sample(positions=sampled, valid=counted.gather(1, sampled))
+    block = block_of(attention, queries, keys=attention.key.shape[2])
+    return block.mass.sum(2).argmax(-1)
 
 
 def _sink_alpha(sink: Tensor, lengths: Tensor) -> Tensor:
@@ -447,7 +448,10 @@ def measure_rows(
 ) -> dict[str, Tensor]:
     """The numbers of `AttentionSink` over sampled queries; `pv` (B, T, head, size) is what the heads read."""
     blocks = [_reduce_block(block, regions) for block in rows]
-    by_query = {name: torch.cat([block[name] for block in blocks], dim=2) for name in blocks[0]}
+    first_mass, entropy = (
+        torch.cat([block[n] for block in blocks], dim=2) for n in ("first", "entropy")
+    )
+    region_sum = torch.stack([block["region_sum"] for block in blocks]).sum(0)
     valid, sees_first, keys_seen, positions = (
         torch.cat(parts, dim=1)
         for parts in zip(
@@ -462,37 +466,39 @@ def measure_rows(
     value_norm = value_norm.repeat_interleave(heads_per_value, dim=1)  # (B, H)
     read = Sample(positions=positions, valid=valid).take(pv)  # (B, S, H, size)
     read_norm = vector_norm(read, dim=3, dtype=torch.float32).transpose(1, 2)  # (B, H, S)
-    share = by_query["mass"][..., 0] * value_norm[..., None] / read_norm
+    share = first_mass * value_norm[..., None] / read_norm
 
     def total(values: Tensor, where: Tensor = counted) -> Tensor:
         return torch.where(where, values, 0.0).sum(2)
 
     return {
         "sampled_queries": counted.sum(2)[:, 0].float(),
-        "region_mass_sum": total(by_query["mass"], counted[..., None]),
-        "region_uniform_sum": total(
-            by_query["keys"] / keys_seen[:, None, :, None], counted[..., None]
-        )[:, 0],
-        "entropy_sum": total(by_query["entropy"]),
-        "relative_entropy_sum": total(by_query["entropy"] / keys_seen.log()[:, None]),
+        "region_mass_sum": region_sum[:, :-1],
+        "region_uniform_sum": region_sum[:, -1],
+        "entropy_sum": total(entropy),
+        "relative_entropy_sum": total(entropy / keys_seen.log()[:, None]),
         "first_share_sum": total(share, counted & (read_norm > 0)),
         "first_share_queries": (counted & (read_norm > 0)).sum(2).float(),
     }
 
 
 def _reduce_block(block: Rows, regions: Regions) -> dict[str, Tensor]:
-    """By region the `mass` (B, H, N, region) and the number of `keys` seen (B, 1, N, region); the `entropy` (B, H, N)."""
-    region = regions.of(block.queries.positions, block.mass.shape[3])  # (B, N, K)
-    mass, keys = (
-        masses_by_region(values, region, len(regions.names))
-        for values in (block.mass, (block.scores[:, :1] > -torch.inf).float())
-    )
+    """By query the mass on the `first` key and the `entropy`, (B, H, N); `region_sum`, the mass on each region summed over
+    counted queries, of all heads and under uniform attention, (B, H + 1, region)."""
+    seen = block.scores[:, :1] > -torch.inf
+    mass = torch.cat([block.mass, seen / block.keys_seen[:, None, :, None]], dim=1)
+    if not block.sees_first.all():
+        mass.masked_fill_(~block.sees_first[:, None, :, None], 0.0)
     # ln A = ln(the largest A) + score - (the largest score), without a logarithm for each key.
     below = block.scores - block.scores.amax(3, keepdim=True)
     below = below.clamp_(min=torch.finfo(below.dtype).min)  # hidden keys: -inf times a mass of 0
-    total = mass.sum(3)  # (B, H, N): 1 minus learned sinks
+    total = block.mass.sum(3)  # (B, H, N): 1 minus learned sinks
     entropy = (total / block.mass.amax(3)).log() - vecdot(block.mass, below) / total
-    return {"mass": mass, "keys": keys, "entropy": entropy}
+    return {
+        "first": block.mass[..., 0],
+        "entropy": entropy,
+        "region_sum": regions.sums(mass, block.queries),
+    }
 
 
 def measure_first_token(vectors: Mapping[str, Tensor], counted: Tensor) -> dict[str, Tensor]:

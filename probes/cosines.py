@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smeltscope.probes.sampling import take
+
 SHORTEST = 1e-15  # the squares of shorter vectors underflow: they have no direction
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 _AT_ONCE = 2**22  # numbers
@@ -40,8 +42,7 @@ class Vectors:
 
     def at(self, index: Tensor) -> "Vectors":
         """For each token the vectors of another: `index` (B, S) among the sampled ones."""
-        rows = torch.arange(len(index), device=index.device)[:, None]
-        return Vectors(values=self.values[rows, index], norms=self.norms[rows, index])
+        return Vectors(values=take(self.values, index), norms=take(self.norms, index))
 
     def cosines(self, other: "Vectors") -> tuple[Tensor, Tensor]:
         """Cosines with the vectors of `other` by head (B, S, H), and of all heads' vectors as one (B, S).
@@ -61,7 +62,7 @@ class Vectors:
 
 def sums(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Sums (B, ...) of `values` (B, S, ...) over the counted (B, S) tokens that have one, and how many those are."""
-    has = values.isfinite() & counted.reshape(*counted.shape, *(1,) * (values.ndim - 2))
+    has = ~values.isnan() & counted.reshape(*counted.shape, *(1,) * (values.ndim - 2))
     return values.where(has, 0.0).sum(1), has.sum(1).float()
 
 
@@ -76,4 +77,5 @@ def _norm(vectors: Tensor) -> Tensor:
 
 
 def _over(dot: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return (dot / (a * b)).where((a > SHORTEST) & (b > SHORTEST), torch.nan)
+    a, b = (norms.where(norms > SHORTEST, torch.nan) for norms in (a, b))
+    return dot / (a * b)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Any, ClassVar
@@ -83,7 +83,7 @@ class PromptBatch:
     answer: Sample  # the answer's tokens, at the end of each segment
     targets: Sample  # those of them that bear a symbol
     marks: Mapping[str, Tensor]  # (B, N, T), bool: N targets, padded as in `targets`
-    states: Mapping[str, Tensor]  # (B, T), int64, -1 where there is none
+    states: Mapping[str, Tensor]  # (B, T), int32, -1 where there is none
     labels: Mapping[str, np.ndarray]  # (B,)
     vocabulary: Sequence[str]  # the text of each token id
     stop: str  # what ends an answer
@@ -105,6 +105,13 @@ class Batch:
     category: np.ndarray  # (B,), index along `table_category`
     fold: np.ndarray  # (B,), index along `fold`
     prompts: PromptBatch | None = None
+    _made: dict[Callable[["Batch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, make: Callable[["Batch"], Any]) -> Any:
+        """What `make` gives of this batch, made at the first of its executions."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]
 
     @cached_property
     def counted(self) -> Tensor:

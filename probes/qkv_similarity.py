@@ -260,16 +260,16 @@ def _measure(first: Tensor, second: Tensor, valid: Tensor, partners: Tensor) -> 
     paired = valid & (partners != torch.arange(partners.shape[1], device=partners.device))
     one, other = Vectors.of(first), Vectors.of(second)
     one_centred, other_centred = one.centred(valid), other.centred(valid)
-    measured = []
-    for vectors, others, counted in (
-        (one, other, valid),
-        (one_centred, other_centred, valid),
-        (one, other.at(partners), paired),
-        (one_centred, other_centred.at(partners), paired),
-    ):
-        by_head, together = vectors.cosines(others)
-        measured.append((*sums(together, counted), *sums(by_head, counted)))
-    return [torch.stack(values, 1) for values in zip(*measured, strict=True)]
+    cosines = (
+        one.cosines(other),
+        one_centred.cosines(other_centred),
+        one.cosines(other.at(partners)),
+        one_centred.cosines(other_centred.at(partners)),
+    )
+    by_head, together = (torch.cat(values) for values in zip(*cosines, strict=True))
+    counted = torch.cat([valid, valid, paired, paired])
+    measured = *sums(together, counted), *sums(by_head, counted)
+    return [values.unflatten(0, (len(COMPARED), -1)).transpose(0, 1) for values in measured]
 
 
 def sentence(summary: xr.Dataset) -> str:

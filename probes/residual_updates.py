@@ -144,11 +144,11 @@ class ResidualUpdates(Probe):
             arrays[name][:, execution.index] = values.cpu().numpy()
         for pair in batch.shape.pairs_of(execution):
             before = earlier[pair.earlier].norms
-            for name in norms.keys() & before.keys():
-                place = (slice(None), pair.layer, pair.pair, VECTORS.index(name))
-                ratios = ratio_sums(norms[name], before[name], batch.counted)
-                for statistic, values in ratios.items():
-                    arrays[f"norm_{statistic}"][place] = values.cpu().numpy()
+            both = [name for name in VECTORS if name in norms and name in before]
+            places = [VECTORS.index(name) for name in both]
+            now, then = (torch.stack([n[name] for name in both], 1) for n in (norms, before))
+            for statistic, values in ratio_sums(now, then, batch.counted[:, None]).items():
+                arrays[f"norm_{statistic}"][:, pair.layer, pair.pair, places] = values.cpu().numpy()
         parts = [w for w in WRITES[1:] if w in vectors]
         known = parts if len(parts) == 2 else ["update", *parts]
         kept = _Kept(
@@ -312,15 +312,15 @@ def measure_sizes(
 
 
 def ratio_sums(later: Tensor, earlier: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """Sums over counted tokens (B, T) where neither is 0 of later / earlier, of its log, and of both: each (B,)."""
+    """Sums over counted tokens (..., T) where neither is 0 of later / earlier, of its log, and of both: each (...)."""
     both = counted & (later > 0) & (earlier > 0)
     ratio = (later / earlier).where(both, 1.0)
     return {
-        "ratio_sum": ratio.where(both, 0.0).sum(1),
-        "log_ratio_sum": ratio.log().sum(1),
-        "later_sum": later.where(both, 0.0).sum(1),
-        "earlier_sum": earlier.where(both, 0.0).sum(1),
-        "count": both.sum(1).float(),
+        "ratio_sum": ratio.where(both, 0.0).sum(-1),
+        "log_ratio_sum": ratio.log().sum(-1),
+        "later_sum": later.where(both, 0.0).sum(-1),
+        "earlier_sum": earlier.where(both, 0.0).sum(-1),
+        "count": both.sum(-1).float(),
     }
 
 

@@ -135,7 +135,7 @@ class RouterOverlap(Probe):
         routing: Routing = sites["router"]
         _check_sizes(routing, execution, batch.shape)
         counted = batch.counted
-        previous = previous_of_same_id(batch.input_ids, counted)
+        previous = batch.once(_previous)
         measured = measure_routing(routing, counted, previous)
         if not measured["entropy_sum"].isfinite().all():
             raise SmeltscopeError(
@@ -149,23 +149,22 @@ class RouterOverlap(Probe):
         folds = arrays["load"].shape[1]
         cell = torch.from_numpy(batch.category * folds + batch.fold).to(counted.device)
 
-        def count(table: np.ndarray, experts: Tensor, which: Tensor) -> None:
-            table += count_values(cell, experts, which, table.shape).cpu().numpy()
+        def count(experts: Tensor, which: Tensor) -> np.ndarray:
+            return count_values(cell, experts, which, arrays["load"][:, :, 0].shape).cpu().numpy()
 
-        now = Choice.of(routing)
-        count(arrays["load"][:, :, execution.index], now.experts, counted)
+        load = count(routing.experts, counted)
+        arrays["load"][:, :, execution.index] += load
+        now = Choice.of(routing, load)
         for pair in batch.shape.pairs_of(execution):
             then: Choice = earlier[pair.earlier]
             stays, stayed = shared_experts(then.experts, now.experts)
             shared = measure_pair(then, now, stays, stayed, counted, previous)
             for name, values in shared.items():
                 arrays[name][:, pair.layer, pair.pair] = values.cpu().numpy()
-            core, swapped_in, swapped_out = (
-                arrays[name][:, :, pair.layer, pair.pair] for name in _TABLES_OF_PAIRS
-            )
-            count(core, now.experts, counted[..., None] & stayed)
-            count(swapped_in, now.experts, counted[..., None] & ~stayed)
-            count(swapped_out, then.experts, counted[..., None] & ~stays)
+            core = count(now.experts, counted[..., None] & stayed)
+            tables = (core, now.load - core, then.load - core)
+            for name, table in zip(_TABLES_OF_PAIRS, tables, strict=True):
+                arrays[name][:, :, pair.layer, pair.pair] += table
         return None if batch.shape.is_last_visit(execution) else now
 
     def progress(
@@ -265,11 +264,12 @@ class Choice:
 
     experts: Tensor  # (B, T, k), int32
     weights: Tensor  # (B, T, k), float32
+    load: np.ndarray  # (category, fold, expert), the batch's tokens that chose it
 
     @classmethod
-    def of(cls, routing: Routing) -> "Choice":
+    def of(cls, routing: Routing, load: np.ndarray) -> "Choice":
         weights = routing.weights / routing.weights.sum(-1, keepdim=True)
-        return cls(experts=routing.experts.int(), weights=weights)
+        return cls(experts=routing.experts.int(), weights=weights, load=load)
 
 
 def measure_routing(routing: Routing, counted: Tensor, previous: Tensor) -> dict[str, Tensor]:
@@ -319,6 +319,10 @@ def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def overlap(a: Tensor, b: Tensor) -> Tensor:
     """How many experts two sets (B, T, k) share: (B, T), int64."""
     return (a[..., :, None] == b[..., None, :]).flatten(-2).sum(-1)
+
+
+def _previous(batch: Batch) -> Tensor:
+    return previous_of_same_id(batch.input_ids, batch.counted)
 
 
 def previous_of_same_id(input_ids: Tensor, counted: Tensor) -> Tensor:

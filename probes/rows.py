@@ -5,7 +5,7 @@ as many keys: up to 64, up to 128, up to 256, ... That is not much more than the
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -35,30 +35,32 @@ class Rows:
 
 def rows_of(attention: Attention, queries: Sample) -> list[Rows]:
     """The attention rows of sampled queries, block by block."""
-    query = _take(attention.query, queries).float() * attention.scale  # (B, H, S, D)
-    key = attention.key.float().contiguous()  # copied once here, not by the product of each block
+    # Copied once here, not by the product of each block.
+    attention = replace(attention, key=attention.key.float().contiguous())
+    return [
+        block_of(attention, queries.slice(start, stop), keys)
+        for start, stop, keys in _blocks(_keys_needed(attention, queries))
+    ]
+
+
+def block_of(attention: Attention, queries: Sample, keys: int) -> Rows:
+    """The attention rows of queries as one block: on the first `keys` keys, which have to hold all that they see."""
+    query = _take(attention.query, queries).float() * attention.scale  # (B, H, N, D)
     sink_logit = None
     if attention.learned_sink is not None:
         learned, lse = _take(attention.learned_sink, queries), _take(attention.lse, queries)
-        sink_logit = learned.log() + lse  # (B, H, S)
-    blocks = []
-    for start, stop, keys in _blocks(_keys_needed(attention, queries)):
-        block, part = queries.slice(start, stop), query[:, :, start:stop]
-        sink = None if sink_logit is None else sink_logit[:, :, start:stop]
-        seen = _seen(attention, block, keys)
-        scores = products(part, key, keys).add_(_bias(attention, block, seen))
-        blocks.append(
-            Rows(
-                queries=block,
-                query=part,
-                scores=scores,
-                sink_logit=sink,
-                mass=softmax_with_sink(scores, sink),
-                keys_seen=seen.sum(-1),
-                sees_first=seen[..., 0],
-            )
-        )
-    return blocks
+        sink_logit = learned.log() + lse  # (B, H, N)
+    seen = _seen(attention, queries, keys)
+    scores = products(query, attention.key.float(), keys).add_(_bias(attention, queries, seen))
+    return Rows(
+        queries=queries,
+        query=query,
+        scores=scores,
+        sink_logit=sink_logit,
+        mass=softmax_with_sink(scores, sink_logit),
+        keys_seen=seen.sum(-1),
+        sees_first=seen[..., 0],
+    )
 
 
 def products(query: Tensor, key: Tensor, keys: int) -> Tensor:
@@ -130,7 +132,7 @@ def _seen(attention: Attention, queries: Sample, keys: int) -> Tensor:
 def _bias(attention: Attention, queries: Sample, seen: Tensor) -> Tensor:
     """What is added to the scores of queries, -inf where hidden: (B, H or 1, N, K)."""
     # Adding it to all heads is faster than masking in each.
-    hidden = torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)[:, None]
+    hidden = torch.where(seen, 0.0, -torch.inf)[:, None]
     if attention.bias is None or attention.bias.dtype == torch.bool:
         return hidden
     bias = attention.bias[..., : seen.shape[2]].expand(len(seen), -1, -1, -1)

@@ -18,8 +18,7 @@ class Sample:
 
     def take(self, values: Tensor) -> Tensor:
         """`values` (B, T, ...) at the positions: (B, S, ...)."""
-        rows = torch.arange(len(values), device=values.device)[:, None]
-        return values[rows, self.positions]
+        return take(values, self.positions)
 
     def partners(self) -> Tensor:
         """For each sample another one of its row, half the sample further on: index (B, S); itself where it is alone."""
@@ -32,6 +31,16 @@ class Sample:
         return Sample(
             positions=self.positions[:, start:stop].contiguous(), valid=self.valid[:, start:stop]
         )
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """`values` (B, T, ...) at an `index` (B, S) of each row: (B, S, ...)."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    if not values.is_contiguous():
+        return values[rows, index]
+    # Several times faster on the CPU: whole tokens are copied, not number by number.
+    flat = (rows * values.shape[1] + index).flatten()
+    return values.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
 
 
 def segment_seed(document_id: str, tokens: np.ndarray, seed: int) -> list[int]:

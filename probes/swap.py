@@ -229,11 +229,7 @@ def measure_swap(then: Visit, now: Visit, regions: Regions) -> dict[str, Tensor]
 
 def _masses(then: Rows, now: Rows, keys_change: Tensor, regions: Regions) -> Tensor:
     """Attention mass by region, summed over queries: (B, H, region, swapped)."""
-    keys, queries = now.scores.shape[3], now.queries
-    number = torch.arange(len(regions.names), device=keys_change.device)
-    region = regions.of(queries.positions, keys).masked_fill(~queries.valid[..., None], -1)
-    inside = (region.flatten(1)[:, None] == number[:, None]).float()  # (B, region, N * K)
-
+    keys = now.scores.shape[3]
     # Exchanging the keys changes the products; the bias stays with its query.
     query = torch.cat([now.query, then.query], dim=2)
     of_now, of_then = products(query, keys_change, keys).chunk(2, dim=2)  # (B, H, N, K)
@@ -243,7 +239,7 @@ def _masses(then: Rows, now: Rows, keys_change: Tensor, regions: Regions) -> Ten
         softmax_with_sink(then.scores + of_then, then.sink_logit),
         now.mass,
     )
-    return torch.stack([mass.flatten(2) @ inside.mT for mass in masses], dim=3)
+    return torch.stack([regions.sums(mass, now.queries) for mass in masses], dim=3)
 
 
 def _reads(then: Rows, now: Rows, values: Tensor) -> Tensor:
