@@ -35,7 +35,7 @@ class Regions(ABC):
         Made once for a batch, whose executions have the same sampled queries.
         """
         known = self._inside.get(keys)
-        if known is None or not torch.equal(known[0].positions, queries.positions):
+        if known is None or not known[0].equals(queries):
             region = self.of(queries.positions, keys).masked_fill(~queries.valid[..., None], -1)
             number = torch.arange(len(self.names), device=region.device)
             inside = (region.flatten(1)[:, None] == number[:, None]).float()

@@ -16,6 +16,10 @@ class Sample:
     positions: Tensor  # (B, S), int64
     valid: Tensor  # (B, S), bool
 
+    def equals(self, other: "Sample") -> bool:
+        """Whether these are the same positions, of which the same are valid."""
+        return torch.equal(self.positions, other.positions) and torch.equal(self.valid, other.valid)
+
     def take(self, values: Tensor) -> Tensor:
         """`values` (B, T, ...) at the positions: (B, S, ...)."""
         return take(values, self.positions)
