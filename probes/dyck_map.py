@@ -15,7 +15,6 @@ from smeltscope.model import Execution
 from smeltscope.probes.labels import executions_of_pairs
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.prompts import by_item
-from smeltscope.probes.regions import masses_by_region
 from smeltscope.probes.rows import Rows, check_rows
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks.dyck.segments import MARKS
@@ -258,7 +257,6 @@ def measure_map(rows: Sequence[Rows], attention: Attention, batch: Batch) -> dic
     """The numbers of `DyckMap` for one execution: each (B, ...)."""
     assert batch.prompts is not None
     marks = torch.stack([batch.prompts.marks[name] for name in MARKS], dim=2)  # (B, N, mark, T)
-    regions = len(batch.regions.names)
     by_region, by_mark, first = [], [], 0
     for block in rows:
         number, keys = block.mass.shape[2:]
@@ -266,8 +264,7 @@ def measure_map(rows: Sequence[Rows], attention: Attention, batch: Batch) -> dic
         # Uniform attention goes along as one more head.
         mass = torch.cat([block.mass, seen / block.keys_seen[:, None, :, None]], dim=1)
         mass = mass.masked_fill(~block.queries.valid[:, None, :, None], 0.0)
-        region = batch.regions.of(block.queries.positions, keys)
-        by_region.append(masses_by_region(mass, region, regions).sum(2))
+        by_region.append(batch.regions.sums(mass, block.queries))
         marked = marks[:, first : first + number, :, :keys].float()
         by_mark.append(torch.einsum("bhnk,bnmk->bhm", mass, marked))
         first += number

@@ -83,7 +83,6 @@ class PromptBatch:
     answer: Sample  # the answer's tokens, at the end of each segment
     targets: Sample  # those of them that bear a symbol
     marks: Mapping[str, Tensor]  # (B, N, T), bool: N targets, padded as in `targets`
-    states: Mapping[str, Tensor]  # (B, T), int32, -1 where there is none
     labels: Mapping[str, np.ndarray]  # (B,)
     vocabulary: Sequence[str]  # the text of each token id
     stop: str  # what ends an answer

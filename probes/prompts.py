@@ -27,10 +27,6 @@ def prompt_batch(
             name: _padded([of_segment[row] for row in rows], (most, longest), device, False)
             for name, of_segment in prompts.marks.items()
         },
-        states={
-            name: _padded([of_segment[row] for row in rows], (longest,), device, -1)
-            for name, of_segment in prompts.states.items()
-        },
         labels={name: values[rows] for name, values in prompts.labels.items()},
         vocabulary=prompts.vocabulary,
         stop=prompts.stop,

@@ -70,9 +70,3 @@ class PromptRegions(Regions):
 
     def of(self, queries: Tensor, keys: int) -> Tensor:
         return self.region[:, None, :keys].expand(-1, queries.shape[1], -1)
-
-
-def masses_by_region(mass: Tensor, region: Tensor, regions: int) -> Tensor:
-    """Attention mass summed over the keys of each region: (B, H, N, K) and (B, N, K) -> (B, H, N, region)."""
-    sums = mass.new_zeros(*mass.shape[:3], regions)
-    return sums.scatter_add_(3, region[:, None].expand(mass.shape), mass)
