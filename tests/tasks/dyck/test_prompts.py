@@ -274,7 +274,7 @@ def test_regions_marks_states(any_tokenizer, template, pairing):
             assert prompts.marks[name][i].dtype == bool
         for name, state in states.items():
             np.testing.assert_array_equal(prompts.states[name][i], state, name)
-            assert prompts.states[name][i].dtype == np.int64
+            assert prompts.states[name][i].dtype == np.int32
         # No token lies both in the prompt and in the answer, which begins with its space.
         answers = prompts.answers[i]
         assert answers.tolist() == list(range(answers[0], len(ids)))
