@@ -11,8 +11,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
-    PrinterCallback,
-    ProgressCallback,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Trainer,
@@ -24,7 +22,7 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model.configuration import SmeltConfig
 from smeltscope.model.recipe import Recipe
 from smeltscope.model.rows import Rows
-from smeltscope.model.trainer import RowDataset, SmeltTrainer
+from smeltscope.model.trainer import RowDataset, SmeltTrainer, silence
 from smeltscope.model.training import make_arguments, make_model
 
 if TYPE_CHECKING:
@@ -92,8 +90,7 @@ def _timed(recipe: Recipe, model: PreTrainedModel, rows: Rows, folder: Path, dev
         trainer = Trainer(**given, train_dataset=_Bare(dataset))
     else:
         trainer = SmeltTrainer(**given, train_dataset=dataset, heldout=rows)
-    for noisy in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(noisy)
+    silence(trainer)
     trainer.train()
     return clock.times[-1] - clock.times[0]
 

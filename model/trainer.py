@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.losses import router_losses, token_losses
@@ -241,3 +247,9 @@ def heldout_loss(model: Any, rows: Rows, *, batch_rows: int) -> dict[str, float]
             if count
         },
     }
+
+
+def silence(trainer: Trainer) -> None:
+    """Take away the callbacks that print metrics among the results."""
+    for noisy in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(noisy)

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    PrinterCallback,
-    ProgressCallback,
     TrainerCallback,
     TrainingArguments,
     set_seed,
@@ -35,7 +33,7 @@ from smeltscope.model.run_folder import (
     write_curve,
 )
 from smeltscope.model.smelt import SmeltForCausalLM
-from smeltscope.model.trainer import BYTES_BESIDE, RowDataset, SmeltTrainer, Watch
+from smeltscope.model.trainer import BYTES_BESIDE, RowDataset, SmeltTrainer, Watch, silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,8 +132,7 @@ def train_model(
             compiled=training.compile,
             callbacks=list(callbacks),
         )
-        for noisy in (PrinterCallback, ProgressCallback):  # they print metrics among the results
-            trainer.remove_callback(noisy)
+        silence(trainer)
         checkpoint = last_checkpoint(folder)
         if checkpoint is None and start is not None:
             checkpoint = _start_of_branch(output, start)

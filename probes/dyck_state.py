@@ -31,8 +31,8 @@ from smeltscope.probes.probe import ModelShape, Probe, group_name
 from smeltscope.probes.runner import OnProgress, RunOptions, model_shape, schema_of
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks import HeldOut, Prompts, pad_batch, plan_batches
+from smeltscope.tasks.dyck.segments import STATES
 
-STATES = ("depth", "stack_top", "match", "closer")
 DEEPEST = 8  # depths from here on are one class
 PENALTY = 1.0  # scikit-learn's C, its default
 STEPS = 1000  # of the solver at most; few fits need half of them

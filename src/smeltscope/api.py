@@ -116,23 +116,22 @@ def dyck(
         run = smeltscope.dyck("smelt-tiny", items=10, shots=(0, 1, 2), seeds=1, nested=8)
         smeltscope.summarize(run, "dyck-heads")["dyck_head_rise"]
     """
-    from smeltscope.commands.dyck import make_heldout, measure_dyck, probes_of_dyck
+    from smeltscope.commands.dyck import item_sets, make_heldout, measure_dyck, probes_of_dyck
 
     if out is not None:
         check_out(Path(out), force=force)
     checkpoint = _checkpoint(model, tokenizer, loading)
-    heldout = make_heldout(
-        checkpoint,
+    asked = item_sets(
         data=None if data is None else Path(data),
         items=items,
         shots=tuple(shots),
         seeds=seeds,
         pairing=pairing,
         reveal=reveal,
-        template=str(template),
         nested=nested,
         seed=seed,
     )
+    heldout = make_heldout(checkpoint, asked, str(template))
     log = terminal.make_log(quiet=quiet)
     terminal.data(log, heldout)
     with tempfile.TemporaryDirectory() as folder:

@@ -77,6 +77,34 @@ def make_run(tmp_path) -> Callable[..., xr.DataTree]:
     return run
 
 
+@pytest.fixture
+def run_checkpoint(tmp_path) -> Callable[..., xr.DataTree]:
+    """Run a probe of a checkpoint on segments of some lengths: the run, opened."""
+
+    def run(probe, checkpoint, lengths, **options):
+        options = {"max_length": max(lengths), "batch_tokens": 1600} | options
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
+        return open_run(
+            run_probes(checkpoint, _heldout(lengths), [probe], out, RunOptions(**options))
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def silenced() -> Callable[[Checkpoint], Checkpoint]:
+    """Let a SMELT write nothing in its looped span, so that its visits are alike."""
+
+    def silence(checkpoint: Checkpoint) -> Checkpoint:
+        config = checkpoint.model.config
+        for layer in checkpoint.model.model.layers[config.loop_start : config.loop_stop]:
+            layer.self_attn.o_proj.weight.data.zero_()
+            layer.mlp.experts.down_proj.data.zero_()
+        return checkpoint
+
+    return silence
+
+
 def _assert_same_bits(one: str | Path, other: str | Path) -> None:
     with h5py.File(one) as a, h5py.File(other) as b:
         names: list[str] = []

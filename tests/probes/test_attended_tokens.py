@@ -1,6 +1,7 @@
 """attended-tokens against loops over the models' own eager attention in float64, exact values and simulated rows."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,8 @@ import xarray as xr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from smeltscope.activations import open_run
 from smeltscope.model import tiny
-from smeltscope.probes import RunOptions, run_probes, summarize
+from smeltscope.probes import RunOptions, summarize
 from smeltscope.probes.attended_tokens import AttendedTokens, Ranked, measure, measure_control
 from smeltscope.probes.rows import Rows
 from smeltscope.probes.sampling import Sample
@@ -284,27 +284,12 @@ def test_control_is_a_permutation_without_fixed_points(heads):
         assert (len(agree) == 2) == (heads % 2 == 0)
 
 
-def silenced(checkpoint):
-    """Nothing is written in the looped span, so that its visits are alike."""
-    config = checkpoint.model.config
-    for layer in checkpoint.model.model.layers[config.loop_start : config.loop_stop]:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.experts.down_proj.data.zero_()
-    return checkpoint
-
-
 @pytest.fixture
-def run_of(tmp_path, make_heldout):
-    def run(checkpoint, lengths, **options):
-        options = {"max_length": max(lengths), "batch_tokens": 1600} | options
-        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
-        done = run_probes(checkpoint, make_heldout(lengths), [PROBE], out, RunOptions(**options))
-        return open_run(done)
-
-    return run
+def run_of(run_checkpoint):
+    return partial(run_checkpoint, PROBE)
 
 
-def test_identical_visits(run_of, make_checkpoint):
+def test_identical_visits(run_of, make_checkpoint, silenced):
     summary = summarize(run_of(silenced(make_checkpoint("smelt")), LENGTHS), PROBE, draws=20)
     for name in ("top8", "top1", "overlap"):
         for ending in ("", "_without_first", "_any", "_any_without_first"):

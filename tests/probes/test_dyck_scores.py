@@ -13,17 +13,9 @@ from smeltscope.probes.compare import compare
 from smeltscope.probes.dyck_scores import MORE_TOKENS, REFERENCES, DyckScores, Generation
 from smeltscope.probes.prompts import by_item
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
+from smeltscope.tasks.dyck import REGIONS
 
 PROBE = DyckScores()
-REGIONS = (
-    "bos",
-    "instruction",
-    "demo_input",
-    "demo_answer",
-    "separator",
-    "query_input",
-    "query_answer",
-)
 TEXTS = (")", "]", " ", ") ]", "\n", " )", "} ", " ]", "  ", "]\n", ">")
 SMALL = {"num_physical_layers": 3, "loop_start": 1, "loop_stop": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,18 +27,10 @@ from smeltscope.probes.dyck_state import (
     rights,
 )
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
+from smeltscope.tasks.dyck import REGIONS
 
 PROBE = DyckState()
 OPTIONS = RunOptions(max_length=200, batch_tokens=600)
-REGIONS = (
-    "bos",
-    "instruction",
-    "demo_input",
-    "demo_answer",
-    "separator",
-    "query_input",
-    "query_answer",
-)
 SPACE, BREAK, OPENER, CLOSER = 1, 2, 10, 20
 Word = list[int]  # t opens a bracket of type t, -1 - t closes it
 

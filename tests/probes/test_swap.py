@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smeltscope.activations import Attention, open_run
+from smeltscope.activations import Attention
 from smeltscope.activations.attention import attend
 from smeltscope.model import tiny
-from smeltscope.probes import AttentionSink, RunOptions, run_probes, summarize
+from smeltscope.probes import AttentionSink, RunOptions, summarize
 from smeltscope.probes.regions import TEXT_REGIONS, TextRegions
 from smeltscope.probes.rows import rows_of
 from smeltscope.probes.sampling import Sample
@@ -297,27 +298,12 @@ def test_shared_key_heads_are_as_repeated_ones():
 # Through whole runs
 
 
-def silenced(checkpoint):
-    """Nothing is written in the looped span, so that its visits are alike."""
-    config = checkpoint.model.config
-    for layer in checkpoint.model.model.layers[config.loop_start : config.loop_stop]:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.experts.down_proj.data.zero_()
-    return checkpoint
-
-
 @pytest.fixture
-def run_of(tmp_path, make_heldout):
-    def run(checkpoint, lengths, **options):
-        options = {"max_length": max(lengths), "batch_tokens": 1600} | options
-        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
-        done = run_probes(checkpoint, make_heldout(lengths), [PROBE], out, RunOptions(**options))
-        return open_run(done)
-
-    return run
+def run_of(run_checkpoint):
+    return partial(run_checkpoint, PROBE)
 
 
-def test_identical_visits(run_of, make_checkpoint):
+def test_identical_visits(run_of, make_checkpoint, silenced):
     summary = summarize(run_of(silenced(make_checkpoint("smelt")), LENGTHS), PROBE, draws=20)
     for name in ("moved_share", "values_share", "interaction_share", "moved_square"):
         assert np.isnan(summary[name]).all()

@@ -1,6 +1,7 @@
 """`probe dyck`: prompts of brackets to close: how many are answered, which head the answers need, where it looks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from smeltscope.commands import running, tables, terminal
 from smeltscope.commands.dyck_tables import print_map
 from smeltscope.commands.options import (
     Decorator,
-    TokenCount,
+    batch_tokens_option,
     load_model,
     model_options,
     output_options,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from smeltscope.model import Checkpoint
     from smeltscope.probes import Probe, RunOptions
     from smeltscope.tasks import HeldOut
+    from smeltscope.tasks.dyck.items import ItemSet
+    from smeltscope.tasks.dyck.prompts import Kind
 
 NESTED_SHOTS = (1, 2, 4, 8)
 
@@ -83,12 +86,6 @@ def make_prompt_options(*, items: str, shots: str, seeds: int) -> Decorator:
     )  # fmt: skip
 
 
-batch_tokens_option = click.option(
-    "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
-    help="Tokens of one forward, padding included; bounds the memory.",
-)  # fmt: skip
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @model_options
 @make_prompt_options(items="100", shots="0,1,2,4,8,16,32", seeds=10)
@@ -145,7 +142,8 @@ def _run(given: dict[str, Any]) -> None:
         check_out(out, force=force)
     log = terminal.make_log(quiet=given["quiet"])
     checkpoint = load_model(**given)
-    heldout = make_heldout(checkpoint, **given)
+    sets = item_sets(**given)
+    heldout = make_heldout(checkpoint, sets, given["template"])
     terminal.data(log, heldout)
     probes = probes_of_dyck(heldout, **given)
     other = None
@@ -153,7 +151,7 @@ def _run(given: dict[str, Any]) -> None:
         check_out(beside, force=force)
         as_trained = {"visits": None, "residual_scale": None, "untrained": False}
         other = load_model(**given | as_trained | {"ckpt": given["baseline"]})
-        if make_heldout(other, **given).digest != heldout.digest:
+        if make_heldout(other, sets, given["template"]).digest != heldout.digest:
             raise SmeltscopeError(
                 f"{other.name} does not see the same tokens in these prompts as {checkpoint.name}: a comparison "
                 "needs a checkpoint with the same tokenizer and context."
@@ -170,8 +168,17 @@ def _run(given: dict[str, Any]) -> None:
     log.print(f"Run file: {out}", soft_wrap=True)
 
 
-def make_heldout(
-    checkpoint: "Checkpoint",
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Item sets that are asked alike: of one kind, with one seed, with each of these numbers of shots."""
+
+    sets: list["ItemSet"]
+    shots: Sequence[int]
+    seed: int
+    kind: "Kind"
+
+
+def item_sets(
     *,
     data: Path | None,
     items: int | None,
@@ -179,13 +186,48 @@ def make_heldout(
     seeds: int,
     pairing: str,
     reveal: str | None,
-    template: str,
     seed: int,
     nested: int = 0,
     generated: int = 100,
     **_: Any,
-) -> "HeldOut":
-    """The prompts that the options ask for: those to score for each seed, then the nested ones."""
+) -> list[Asked]:
+    """What the options ask for: queries to score for each seed, then the nested ones."""
+    from smeltscope.tasks import dyck
+
+    if data is not None and (pairing != "usual" or reveal is not None):
+        raise SmeltscopeError("--pairing and --reveal are for generated items; --data has its own.")
+    found = None if data is None else dyck.read_items(data)
+    reveal = reveal or ("answers" if pairing == "in-context" else "both")
+    most, asked = max(shots), []
+    for number in range(seeds):
+        if found is None:
+            sets = dyck.generate_sets(
+                items or generated, most, seed + number, pairing=pairing, reveal=reveal
+            )
+        else:
+            sets = dyck.sets_of_items(found, most, seed + number)[:items]
+        asked.append(Asked(sets=sets, shots=shots, seed=number, kind="scored"))
+    if nested:
+        sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing)
+        asked.append(Asked(sets=sets, shots=NESTED_SHOTS, seed=0, kind="nested"))
+    return asked
+
+
+def make_heldout(checkpoint: "Checkpoint", asked: Sequence[Asked], template: str) -> "HeldOut":
+    """The prompts of some item sets, for one checkpoint."""
+    from smeltscope.tasks import dyck
+
+    layout = layout_of(checkpoint, template)
+    return dyck.join(
+        [
+            dyck.make_prompts(part.sets, shots=part.shots, seed=part.seed, kind=part.kind, **layout)
+            for part in asked
+        ]
+    )
+
+
+def layout_of(checkpoint: "Checkpoint", template: str) -> dict[str, Any]:
+    """What prompts need to know of the checkpoint and the template, as `make_prompts` and `parse_prompt` take it."""
     from smeltscope.tasks import dyck
 
     if checkpoint.tokenizer is None:
@@ -193,34 +235,12 @@ def make_heldout(
             f"{checkpoint.name} has no tokenizer, and Dyck prompts are text; give a checkpoint with one."
         )
     embeddings: Any = checkpoint.model.get_input_embeddings()
-    layout: dict[str, Any] = {
+    return {
+        "tokenizer": checkpoint.tokenizer,
         "template": dyck.read_template(template),
         "context": checkpoint.context,
         "vocab_size": embeddings.weight.shape[0],
     }
-    if data is not None and (pairing != "usual" or reveal is not None):
-        raise SmeltscopeError("--pairing and --reveal are for generated items; --data has its own.")
-    found = None if data is None else dyck.read_items(data)
-    most, parts = max(shots), []
-    for number in range(seeds):
-        if found is None:
-            reveal = reveal or ("answers" if pairing == "in-context" else "both")
-            sets = dyck.generate_sets(
-                items or generated, most, seed + number, pairing=pairing, reveal=reveal
-            )
-        else:
-            sets = dyck.sets_of_items(found, most, seed + number)[:items]
-        parts.append(
-            dyck.make_prompts(sets, checkpoint.tokenizer, shots=shots, seed=number, **layout)
-        )
-    if nested:
-        sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing)
-        parts.append(
-            dyck.make_prompts(
-                sets, checkpoint.tokenizer, shots=NESTED_SHOTS, seed=0, kind="nested", **layout
-            )
-        )
-    return dyck.join(parts)
 
 
 def probes_of_dyck(heldout: "HeldOut", *, nested: int, ablation: str, **_: Any) -> list["Probe"]:

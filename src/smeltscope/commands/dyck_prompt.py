@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smeltscope.commands import terminal
+from smeltscope.commands.dyck import layout_of
 from smeltscope.commands.options import load_model
 from smeltscope.commands.terminal import number
 from smeltscope.errors import SmeltscopeError
@@ -28,18 +29,7 @@ def show_prompt(
     from smeltscope.tasks import dyck
 
     checkpoint = load_model(**given)
-    if checkpoint.tokenizer is None:
-        raise SmeltscopeError(
-            f"{checkpoint.name} has no tokenizer, and a prompt is text; give a checkpoint with one."
-        )
-    embeddings: Any = checkpoint.model.get_input_embeddings()
-    heldout = dyck.parse_prompt(
-        text,
-        checkpoint.tokenizer,
-        template=dyck.read_template(template),
-        context=checkpoint.context,
-        vocab_size=embeddings.weight.shape[0],
-    )
+    heldout = dyck.parse_prompt(text, **layout_of(checkpoint, template))
     found = patterns_of(checkpoint, heldout, [0])
     arrays = {name: array.values for name, array in found.arrays.items()}
     regions = [str(name) for name in found.dimensions["region_name"]]

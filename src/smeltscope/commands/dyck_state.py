@@ -7,12 +7,17 @@ import click
 
 from smeltscope.commands import running, tables, terminal
 from smeltscope.commands.dyck import (
-    batch_tokens_option,
+    item_sets,
     make_heldout,
     make_prompt_options,
     options_of_run,
 )
-from smeltscope.commands.options import load_model, model_options, output_options
+from smeltscope.commands.options import (
+    batch_tokens_option,
+    load_model,
+    model_options,
+    output_options,
+)
 from smeltscope.errors import SmeltscopeError
 from smeltscope.registry import make_probe
 
@@ -39,7 +44,7 @@ def dyck_state(**given: Any) -> None:
     check_out(out, force=given["force"])
     log = terminal.make_log(quiet=given["quiet"])
     checkpoint = load_model(**given)
-    heldout = make_heldout(checkpoint, **given, generated=ITEMS)
+    heldout = make_heldout(checkpoint, item_sets(**given, generated=ITEMS), given["template"])
     terminal.data(log, heldout)
     probe = make_probe("dyck-state")
     assert isinstance(probe, DyckState)

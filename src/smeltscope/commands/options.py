@@ -99,6 +99,12 @@ def make_model_options(visits: Decorator) -> Decorator:
 model_options = make_model_options(one_number_of_visits)
 
 
+batch_tokens_option = click.option(
+    "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
+    help="Tokens of one forward, padding included; bounds the memory.",
+)  # fmt: skip
+
+
 # Which text, and how it is cut.
 data_options = together(
     click.option(
@@ -124,10 +130,7 @@ data_options = together(
         "--split-token", type=click.IntRange(0), metavar="ID",
         help="Token that parts the documents of token arrays. [default: start and end token]",
     ),
-    click.option(
-        "--batch-tokens", type=TokenCount(), default="8192", show_default=True, metavar="N",
-        help="Tokens of one forward, padding included; bounds the memory.",
-    ),
+    batch_tokens_option,
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -79,6 +79,10 @@ TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dyck-heads": (),
     "dyck-map": (),
 }
+OWN_TABLES: dict[str, Callable[["Console", "xr.Dataset"], None]] = {
+    "dyck-heads": dyck_tables.print_heads,
+    "dyck-map": dyck_tables.print_map,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +123,9 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
     tables = tables[:1] if brief else tables
     for columns in tables:
         print_table(console, result.averaged, columns)
-    probe = str(result.summary.attrs["probe"])
-    if probe == "dyck-heads":
-        dyck_tables.print_heads(console, result.summary)
-    if probe == "dyck-map":
-        dyck_tables.print_map(console, result.summary)
+    own_table = OWN_TABLES.get(str(result.summary.attrs["probe"]))
+    if own_table is not None:
+        own_table(console, result.summary)
     if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
         what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
         console.print(
