@@ -1,9 +1,10 @@
 """A byte-level byte-pair tokenizer made from the training text.
 
-Brackets and digits are never merged: each is a token of its own, as the Dyck prompts and sums need.
+Brackets and digits are never merged with each other: each is a token of its own, as the Dyck prompts and sums need.
 """
 
 from collections.abc import Iterable
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from smeltscope.errors import SmeltscopeError
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BRACKETS = "()[]{}<>"
+# Every symbol of a Dyck prompt (`smeltscope.tasks.dyck`) is one token together with the space before it: prompts take half
+# the tokens, and the position that predicts a symbol is that of the symbol before it, not of a space between them.
+SPACED = BRACKETS + "!#$%&*+/;=?@"
+OFTEN = 20_000  # how often the spaced symbols are shown beside the text, so that all of them are learned
 START, END, PAD = "<|start|>", "<|end|>", "<|pad|>"  # ids 0, 1, 2
 SMALLEST_VOCABULARY = 3 + 256  # the special tokens and every byte
 
@@ -36,7 +41,7 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[()\[\]{}<>]"), "isolated"),
+            pre_tokenizers.Split(Regex(r" ?[()\[\]{}<>]"), "isolated"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
@@ -48,7 +53,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    symbols = "".join(f" {symbol}" for symbol in SPACED)
+    tokenizer.train_from_iterator(chain(texts, repeat(symbols, OFTEN)), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise SmeltscopeError(
             f"The training text yields {tokenizer.get_vocab_size()} tokens, not the vocab_size of "

@@ -17,7 +17,8 @@ from smeltscope.commands.prepare import prepare
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.recipe import Recipe, load_recipe
 from smeltscope.model.rows import ARRAYS, Rows, load_rows
-from smeltscope.model.tokenizer import BRACKETS, train_tokenizer
+from smeltscope.model.tokenizer import BRACKETS, SPACED, train_tokenizer
+from smeltscope.tasks.dyck.pairing import CLOSERS, OPENERS
 
 RECIPE = """
 seed = 3
@@ -314,7 +315,14 @@ def test_brackets_and_digits_are_single_tokens(tokenizer: Any) -> None:
         ids = tokenizer(text)["input_ids"]
         assert [tokenizer.decode([i]) for i in ids] == list(text)
     for token in tokenizer.get_vocab():
-        assert len(token) == 1 or token.startswith("<|") or not set(token) & set(BRACKETS)
+        alone = token.removeprefix("\u0120")  # how a byte-level vocabulary writes a space
+        assert len(alone) == 1 or token.startswith("<|") or not set(alone) & set(BRACKETS)
+
+
+def test_symbols_of_dyck_prompts_are_one_token_with_their_space(tokenizer: Any) -> None:
+    assert set(SPACED) == set(CLOSERS) | set(OPENERS)
+    ids = tokenizer("Input: " + " ".join(SPACED))["input_ids"][-len(SPACED) :]
+    assert [tokenizer.decode([i]) for i in ids] == [f" {symbol}" for symbol in SPACED]
 
 
 def test_tokenizer_adds_no_start_token(tokenizer: Any) -> None:
