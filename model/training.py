@@ -125,6 +125,7 @@ def train_model(
             args=make_arguments(recipe, folder, device, steps=steps, decay_steps=decay_steps),
             train_dataset=RowDataset(rows),
             eval_dataset=RowDataset(heldout),
+            processing_class=tokenizer,  # every checkpoint has it: one can be probed as it is
             heldout=heldout,
             router_z_loss=training.router_z_loss,
             kept=_kept(recipe) if start is None else (),

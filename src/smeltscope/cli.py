@@ -41,6 +41,10 @@ PROBE_COMMANDS = {
         "smeltscope.commands.compare:compare",
         "Two runs over the same text: paired differences.",
     ),
+    "trajectory": (
+        "smeltscope.commands.trajectory:trajectory",
+        "The diagnostics of many checkpoints of one training.",
+    ),
     "dump": ("smeltscope.commands.dump:dump", "Write activations of chosen sites to HDF5."),
     "list": (
         "smeltscope.commands.list:list_all",

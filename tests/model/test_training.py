@@ -138,6 +138,13 @@ def parts(finished: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- a whole run
 
 
+def test_a_checkpoint_can_be_loaded_as_it_is(finished: Path) -> None:
+    newest = last_checkpoint(finished)
+    assert newest is not None
+    tokenizer = AutoTokenizer.from_pretrained(newest)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(finished / "final").get_vocab()
+
+
 def test_loss_falls_and_the_run_is_written_down(finished: Path) -> None:
     lines = metrics(finished, drop=())
     losses = [line["loss"] for line in lines if "loss" in line]

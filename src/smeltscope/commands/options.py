@@ -53,13 +53,16 @@ one_number_of_visits = click.option(
 )  # fmt: skip
 
 
-def make_model_options(visits: Decorator) -> Decorator:
-    """Which model, and how it runs; `visits` is the option of that name."""
+ckpt_option = click.option(
+    "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
+    help="A checkpoint folder, a hub name (OWNER/NAME), or one of `probe list`.",
+)  # fmt: skip
+
+
+def make_model_options(visits: Decorator, ckpt: Decorator = ckpt_option) -> Decorator:
+    """Which model, and how it runs; `visits` and `ckpt` are the options of these names."""
     return together(
-        click.option(
-            "--ckpt", default="smelt-tiny", show_default=True, metavar="NAME",
-            help="A checkpoint folder, a hub name (OWNER/NAME), or one of `probe list`.",
-        ),
+        ckpt,
         visits,
         click.option(
             "--residual-scale", type=float, metavar="X",
@@ -97,6 +100,7 @@ def make_model_options(visits: Decorator) -> Decorator:
 
 
 model_options = make_model_options(one_number_of_visits)
+run_model_options = make_model_options(one_number_of_visits, ckpt=together())  # of many checkpoints
 
 
 batch_tokens_option = click.option(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 HEADS = ("head", "kv_head")
-ROWS = ("group", "execution", "looped_layer", "visit_pair")
+ROWS = ("group", "step", "execution", "looped_layer", "visit_pair")
 MOST_COLUMNS = 8  # entries of a dimension that stand side by side
 DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
 FEW = 4  # quantities of a table that nobody has chosen
