@@ -129,24 +129,22 @@ def pack(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     return row, column
 
 
-def training_order(rows: Rows, *, count: int, seed: int) -> np.ndarray:
+def turns_of_rows(rows: Rows, *, count: int, seed: int) -> np.ndarray:
     """Indices (count,) of the rows that training sees, one after another.
 
-    The categories take turns, so each gives the same number of rows; each is gone through in an
-    order drawn from `seed`, and again in a new order when it is used up. A longer training begins
-    with the rows of a shorter one.
+    The categories take turns, so each gives the same number of rows; each is gone through as it is, and again
+    in an order drawn from `seed` whenever it is used up. A longer training begins with the rows of a shorter one.
     """
     turns = len(rows.categories)
     order = np.empty(count, dtype=np.int64)
     for category in range(turns):
         members = np.flatnonzero(rows.category == category)
         wanted = len(range(category, count, turns))
-        epochs = -(-wanted // len(members))
-        drawn = [
+        again = [
             np.random.default_rng([seed, category, epoch]).permutation(members)
-            for epoch in range(epochs)
+            for epoch in range(1, -(-wanted // len(members)))
         ]
-        order[category::turns] = np.concatenate([*drawn, members[:0]])[:wanted]
+        order[category::turns] = np.concatenate([members, *again])[:wanted]
     return order
 
 

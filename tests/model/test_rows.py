@@ -21,7 +21,7 @@ from smeltscope.model.rows import (
     load_rows,
     pack,
     save_rows,
-    training_order,
+    turns_of_rows,
 )
 
 START, END, PAD = 0, 1, 2
@@ -150,13 +150,15 @@ def test_categories_take_turns_and_a_longer_run_begins_with_the_shorter(
 ) -> None:
     rows = rows_of([(str(c), [9, 9]) for c, size in enumerate(sizes) for _ in range(size)])
     category = rows.category
-    order = training_order(rows, count=count, seed=seed)
+    order = turns_of_rows(rows, count=count, seed=seed)
     assert (category[order] == np.arange(count) % len(sizes)).all()
-    for c, size in enumerate(sizes):  # nothing comes again before all was seen
+    for c, size in enumerate(sizes):  # first as they are; nothing comes again before all was seen
+        first = np.flatnonzero(category == c)
+        assert (order[c :: len(sizes)][:size] == first[: len(order[c :: len(sizes)])]).all()
         mine = order[c :: len(sizes)]
         for begin in range(0, len(mine), size):
             assert len(set(mine[begin : begin + size])) == len(mine[begin : begin + size])
-    assert (training_order(rows, count=count + more, seed=seed)[:count] == order).all()
+    assert (turns_of_rows(rows, count=count + more, seed=seed)[:count] == order).all()
 
 
 def test_joined_rows_share_categories_of_one_name() -> None:

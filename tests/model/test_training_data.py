@@ -60,7 +60,7 @@ source = "dyck"
 weight = 2
 template = "short.toml"
 lengths = [2, 8]
-shots = [0, 1, 2, 3, 8]
+shots = [0, 1, 2, 3, 20]
 loss = "answers"
 [[mixture]]
 source = "dyck"
@@ -90,9 +90,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_prompts_at_a_time() -> Any:
+def few_at_a_time() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "CHUNK", 24)
+        patch.setattr(preparing, "LOT", 2000)
         yield
 
 
@@ -206,7 +207,7 @@ def test_prompts_are_right(mixed: tuple[Rows, Rows], learned: Any, category: str
     if category == "usual":
         assert set(shots) == {1}
         return
-    assert set(shots) == {0, 1, 2, 3}  # eight do not fit into 96 tokens
+    assert set(shots) == {0, 1, 2, 3}  # twenty do not fit into 96 tokens
     assert all(known == (k > 0) for k, known in zip(shots, revealed, strict=True))
     for of_split, heldout in zip(maps, (False, True), strict=True):
         assert of_split and all((zlib.crc32(m.encode()) % 8 == 0) == heldout for m in of_split)
@@ -235,6 +236,26 @@ def test_text_rows_do_not_depend_on_what_they_are_mixed_with(
     rows, _ = prepared(data, tmp_path / "plain", RECIPE)
     text = mixed[0].take(np.flatnonzero(mixed[0].category < 2))
     assert (rows.tokens[: len(text)] == text.tokens).all() and rows.categories == ("a", "b")
+
+
+def test_only_as_much_text_is_tokenized_as_the_run_needs(
+    data: Path, tmp_path: Path, learned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    lots = preparing._lots
+
+    def counted(*given: Any) -> Any:
+        for segments in lots(*given):
+            seen.append(sum(len(segment.tokens) for segment in segments))
+            yield segments
+
+    monkeypatch.setattr(preparing, "_lots", counted)
+    short = RECIPE.replace("steps = 20", "steps = 4")
+    rows, _ = prepared(data, tmp_path / "short", short)
+    few = len(seen)
+    longer, _ = prepared(data, tmp_path / "long", RECIPE.replace("steps = 20", "steps = 60"))
+    assert few < len(seen) - few
+    assert same(longer.take(np.arange(len(rows))), rows)  # whatever came after
 
 
 def test_random_stretches_have_no_special_tokens(data: Path, tmp_path: Path) -> None:
@@ -286,9 +307,10 @@ def test_broken_line_is_named_or_skipped(
     with pytest.raises(SmeltscopeError, match=r"c\.train\.jsonl, line 31 is broken JSON"):
         prepared(data, tmp_path / "out", RECIPE.replace("a.train", "c.train"))
     # Skipped, what is left is what it was.
-    (data / "a2.train.jsonl").write_text('{"text": 5}\n' + whole + '\n{"text": "cut sho')
+    (data / "broken").mkdir()
+    (data / "broken" / "a.train.jsonl").write_text('{"text": 5}\n' + whole + '\n{"text": "cut sho')
     skipping = RECIPE.replace("packed = true", 'packed = true\nbroken_lines = "skip"')
-    recipe = recipe_of(data, skipping.replace("a.train", "a2.train"))
+    recipe = recipe_of(data, skipping.replace("a.train", "broken/a.train"))
     (tmp_path / "skipped").mkdir()
     prepare(recipe, tmp_path / "skipped", quiet=False)
     assert "skipped 2 broken lines, the first: " in capsys.readouterr().err

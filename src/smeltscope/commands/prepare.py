@@ -1,9 +1,10 @@
 """What a training reads: tokenizer and rows of a recipe, made once and kept in its output folder."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from smeltscope.tasks.dyck import ItemSet
     from smeltscope.tasks.text import HeldOut
 
-PIECE = 4_000_000  # characters tokenized in one call
+LOT = 4_000_000  # characters of a category that are tokenized, and packed, together
 CHUNK = 256  # Dyck prompts that are made, and packed, together
 
 
@@ -40,6 +41,8 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
     def read(paths: tuple[Path, ...]) -> dict[str, list[str]]:
         broken: list[str] | None = [] if recipe.data.broken_lines == "skip" else None
         texts = _read(paths, broken)
+        if not texts:
+            raise SmeltscopeError("The text holds no documents: check [data] in the recipe.")
         if broken:
             say(f"skipped {len(broken)} broken lines, the first: {broken[0]}")
         return texts
@@ -72,7 +75,7 @@ def _tokenizer(recipe: "Recipe", texts: dict[str, list[str]]) -> "PreTrainedToke
 
     if recipe.tokenizer.vocab_size is not None:
         return train_tokenizer(
-            _excerpt(texts, recipe.tokenizer.characters, recipe.seed),
+            _excerpt(_drawn(texts, recipe), recipe.tokenizer.characters),
             vocab_size=recipe.tokenizer.vocab_size,
             max_length=recipe.model.get("max_position_embeddings", recipe.data.context),
         )
@@ -95,13 +98,12 @@ def _parts(
 ) -> list["Rows"]:
     """Rows of each source of the mixture, in their order: `numbers` of them, at least one of a category."""
     from smeltscope.model.recipe import BackcopySource, DyckSource
-    from smeltscope.model.rows import cut_document, lay_rows, training_order
+    from smeltscope.model.rows import lay_rows
 
     context, pad = recipe.data.context, tokenizer.pad_token_id
-    special = {"start": tokenizer.bos_token_id, "end": tokenizer.eos_token_id}
-    segments: dict[str, list[Segment]] = {category: [] for category in texts}
-    for category, ids in _tokenized(texts, tokenizer):
-        segments[category] += cut_document(ids, context=context, **special)
+    lots = {c: _lots(members, recipe, tokenizer) for c, members in _drawn(texts, recipe).items()}
+    # Of each category: what is copied comes from it, however long the run.
+    first = {category: next(of_category) for category, of_category in lots.items()}
     parts = []
     for source, number in zip(recipe.mixture, numbers, strict=True):
         if source.name in texts:
@@ -112,14 +114,38 @@ def _parts(
         if isinstance(source, DyckSource):
             part = _dyck_rows(recipe, source, tokenizer, max(number, 1), seed, heldout=heldout)
         elif isinstance(source, BackcopySource):
-            copies = _copies(recipe, source, tokenizer, segments, max(number, 1), seed)
+            copies = _copies(recipe, source, tokenizer, first, max(number, 1), seed)
             part = lay_rows({source.name: list(copies)}, context=context, pad=pad)
         else:
-            part = lay_rows(segments, context=context, pad=pad, packed=recipe.data.packed)
-            number = max(number, len(texts))
-            part = part.take(training_order(part, count=number, seed=recipe.seed))
+            segments = {c: chain([first[c]], lots[c]) for c in texts}
+            part = _text_rows(recipe, segments, tokenizer.pad_token_id, max(number, len(texts)))
         parts.append(part)
     return parts
+
+
+def _text_rows(
+    recipe: "Recipe", lots: Mapping[str, Iterable[list["Segment"]]], pad: int, count: int
+) -> "Rows":
+    """`count` rows, the categories in turn; of each no more lots than these need."""
+    from smeltscope.model.rows import join_rows, lay_rows, turns_of_rows
+
+    parts = []
+    for number, (category, of_category) in enumerate(lots.items()):
+        wanted, made = len(range(number, count, len(lots))), list["Rows"]()
+        for segments in of_category:
+            rows = lay_rows(
+                {category: segments},
+                context=recipe.data.context,
+                pad=pad,
+                packed=recipe.data.packed,
+            )
+            drawn = np.random.default_rng([recipe.seed, number, 0, len(made)])
+            made.append(rows.take(drawn.permutation(len(rows))))
+            if sum(map(len, made)) >= wanted:
+                break
+        parts.append(join_rows(made))
+    rows = join_rows(parts)
+    return rows.take(turns_of_rows(rows, count=count, seed=recipe.seed))
 
 
 def _seed(recipe: "Recipe", name: str, heldout: bool) -> int:
@@ -275,34 +301,51 @@ def _read(paths: tuple[Path, ...], broken: list[str] | None) -> dict[str, list[s
     return texts
 
 
-def _excerpt(texts: dict[str, list[str]], characters: int, seed: int) -> Iterator[str]:
-    """Whole documents of every category, drawn from `seed`, each category with the same share."""
-    for category, members in texts.items():
+def _drawn(texts: dict[str, list[str]], recipe: "Recipe") -> dict[str, list[str]]:
+    """The documents of every category in an order drawn from the recipe's seed."""
+    return {
+        category: random.Random(f"{recipe.seed} {category}").sample(members, len(members))
+        for category, members in texts.items()
+    }
+
+
+def _excerpt(texts: dict[str, list[str]], characters: int) -> Iterator[str]:
+    """The first documents of every category, each category with the same share."""
+    for members in texts.values():
         left = characters // len(texts)
-        for text in random.Random(f"{seed} {category}").sample(members, len(members)):
+        for text in members:
             if left <= 0:
                 break
             yield text[:left]
             left -= len(text)
 
 
-def _tokenized(
-    texts: dict[str, list[str]], tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[tuple[str, Any]]:
-    """(category, token ids) of every document, tokenized some at a time for speed."""
-    for category, members in texts.items():
-        begin = 0
-        while begin < len(members):
-            end, size = begin, 0
-            while end < len(members) and size < PIECE:
-                size += len(members[end])
-                end += 1
-            encoded = tokenizer(
-                members[begin:end],
-                add_special_tokens=False,
-                return_attention_mask=False,
-                verbose=False,
+def _lots(
+    members: Sequence[str], recipe: "Recipe", tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[list["Segment"]]:
+    """The segments of documents, some documents at a time: only as many are tokenized as are asked for."""
+    from smeltscope.model.rows import cut_document
+
+    begin = 0
+    while begin < len(members):
+        end, size = begin, 0
+        while end < len(members) and size < LOT:
+            size += len(members[end])
+            end += 1
+        encoded = tokenizer(
+            members[begin:end],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        yield [
+            segment
+            for ids in encoded["input_ids"]
+            for segment in cut_document(
+                ids,
+                context=recipe.data.context,
+                start=tokenizer.bos_token_id,
+                end=tokenizer.eos_token_id,
             )
-            for ids in encoded["input_ids"]:
-                yield category, ids
-            begin = end
+        ]
+        begin = end
