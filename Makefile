@@ -1,23 +1,27 @@
-# make demo: from a fresh clone to a picture. make test: everything that CI runs.
+# make demo: from a fresh clone to a report. make test: everything that CI runs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS := runs
-DEMO_TOKENS ?= 200k
+DEMO_TOKENS ?= 50k
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint browser bench clean
 
 help:
-	@echo "make demo   install into .venv, probe the shipped checkpoint, leave a page to open"
+	@echo "make demo   install into .venv, probe the shipped pair, leave a report to open"
 	@echo "make test   install what tests need, run lint, types and the whole suite"
 	@echo "make lint   ruff and mypy only"
 	@echo "make bench  the measured ratios of docs/benchmarks.md"
 
 demo: $(VENV)/.installed
 	@mkdir -p $(RUNS)
-	$(BIN)/probe attention-sink --ckpt smelt-tiny --tokens $(DEMO_TOKENS) --force \
-	    --out $(RUNS)/demo.h5 --html $(RUNS)/demo.html
+	$(BIN)/probe batch --ckpt smelt-tiny --tokens $(DEMO_TOKENS) --force --out $(RUNS)/smelt-tiny.h5
+	$(BIN)/probe batch --ckpt baseline-tiny --tokens $(DEMO_TOKENS) --force -q --out $(RUNS)/baseline-tiny.h5
+	$(BIN)/probe dyck --ckpt smelt-tiny --items 20 --shots 0,1,2 --seeds 2 --nested 16 --force --out $(RUNS)/dyck.h5
+	$(BIN)/probe report $(RUNS)/smelt-tiny.h5 $(RUNS)/baseline-tiny.h5 $(RUNS)/dyck.h5 --force \
+	    --out $(RUNS)/report.html
+	@echo "Open $(RUNS)/report.html, or run: $(BIN)/probe view $(RUNS)/smelt-tiny.h5 $(RUNS)/baseline-tiny.h5 $(RUNS)/dyck.h5"
 
 test: $(VENV)/.installed-test browser lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
@@ -30,6 +34,7 @@ lint: $(VENV)/.installed-test
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/probes.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/pages.py
 
 # Page tests drive a real Chromium: Debian's where apt can install it, else one that is there.
 browser:

@@ -23,6 +23,7 @@ class Reported:
     at: Mapping[str, str] = field(default_factory=dict)  # the entry of it, by dimension
     what: str
     says: str
+    between: tuple[float, float] | None = None  # the ends, where it is a range
 
     def ours(self, summary: xr.Dataset) -> tuple[float, float] | None:
         """The least and the greatest of the same number here, over layers (heads averaged); None where there is none."""
@@ -57,6 +58,7 @@ REPORTED = (
             at={"vector": vector},
             what=f"norm at visit 2 / at visit 1, {what}",
             says="1.2 to 3.5 in all 16 models",
+            between=(1.2, 3.5),
         )
         for vector, what in (
             ("update", "whole update"),
@@ -77,6 +79,7 @@ REPORTED = (
         at={"write": "update"},
         what="cosine of a layer's two updates",
         says=".42 to .65, mean .56 (1.6B)",
+        between=(0.42, 0.65),
     ),
     Reported(
         probe="residual-updates",
@@ -91,15 +94,16 @@ REPORTED = (
             quantity="cosine",
             at={"stage": stage},
             what=f"cosine of {stage} at two visits",
-            says=says,
+            says=f"{low} to {high}".replace("0.", "."),
+            between=(low, high),
         )
-        for stage, says in (
-            ("X", ".84 to .93"),
-            ("Q", ".89 to .93"),
-            ("K", ".89 to .93"),
-            ("V", ".65 to .74"),
-            ("PV", ".56 to .69"),
-            ("O", ".49 to .64"),
+        for stage, low, high in (
+            ("X", 0.84, 0.93),
+            ("Q", 0.89, 0.93),
+            ("K", 0.89, 0.93),
+            ("V", 0.65, 0.74),
+            ("PV", 0.56, 0.69),
+            ("O", 0.49, 0.64),
         )
     ),
     Reported(
@@ -107,12 +111,14 @@ REPORTED = (
         quantity="top8",
         what="the 8 most attended tokens at both visits",
         says=".56 to .66",
+        between=(0.56, 0.66),
     ),
     Reported(
         probe="attended-tokens",
         quantity="top8_control",
         what="the same for two heads of one visit",
         says=".28 to .34",
+        between=(0.28, 0.34),
     ),
 )
 

@@ -24,7 +24,7 @@ def patterns_of(checkpoint: Checkpoint, heldout: HeldOut, chosen: Sequence[int])
     `row` (example, execution, head, target, key): the attention of the position that predicts a target. `pattern` (example,
     execution, head, query, key): all of them, where they fit into 64 MB together. NaN beyond a prompt's end, and where a
     layer has fewer heads. `token` is the text of each token, `key_region` the number of its region (-1 beyond the end),
-    `target` the target's position, `gold` its text and `predicted` what the model says in its place, `mark` what a target's row
+    `target` the target's position, `gold` its text and `predicted` what the model says in its place, `marked` what a target's row
     may look at.
     """
     prompts = heldout.prompts
@@ -76,7 +76,7 @@ def patterns_of(checkpoint: Checkpoint, heldout: HeldOut, chosen: Sequence[int])
             values=np.where(valid, text[np.minimum(predicted, len(text) - 1)], ""),
             description="text of the token that the model holds for likeliest there",
         ),
-        "mark": Fixed(
+        "marked": Fixed(
             dims=(*targets, "mark_name", "key"),
             values=marks.swapaxes(1, 2).astype(np.uint8),
             description="1 for tokens that carry the mark for this target",

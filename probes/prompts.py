@@ -1,17 +1,40 @@
-"""Prompts of a batch: what is known of them as tensors, padded on the right."""
+"""Prompts: how they are made for a checkpoint, and what is known of those of a batch as tensors, padded on the right."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
 
+from smeltscope.errors import SmeltscopeError
+from smeltscope.model import Checkpoint
 from smeltscope.probes.probe import PromptBatch
 from smeltscope.probes.regions import PromptRegions
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import Documents, Resampling, bootstrap_weights
 from smeltscope.tasks import Prompts
+from smeltscope.tasks.dyck import read_template
+
+
+def layout_of(checkpoint: Checkpoint, template: str | Path) -> dict[str, Any]:
+    """What prompts need to know of a checkpoint and a template, as `make_prompts` and `parse_prompt` take it.
+
+    Raises `SmeltscopeError` for a checkpoint without a tokenizer.
+    """
+    if checkpoint.tokenizer is None:
+        raise SmeltscopeError(
+            f"{checkpoint.name} has no tokenizer, and Dyck prompts are text; give a checkpoint with one."
+        )
+    embeddings: Any = checkpoint.model.get_input_embeddings()
+    return {
+        "tokenizer": checkpoint.tokenizer,
+        "template": read_template(template),
+        "context": checkpoint.context,
+        "vocab_size": embeddings.weight.shape[0],
+    }
 
 
 def prompt_batch(

@@ -18,6 +18,7 @@ _LAZY = {
     "dyck": ("smeltscope.api", "dyck"),
     "load_checkpoint": ("smeltscope.model", "load_checkpoint"),
     "open": ("smeltscope.activations", "open_run"),
+    "plot": ("smeltscope.api", "plot"),
     "probe": ("smeltscope.api", "probe"),
     "summarize": ("smeltscope.api", "summarize"),
     "tiny": ("smeltscope.model", "tiny"),

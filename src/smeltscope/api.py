@@ -1,4 +1,4 @@
-"""`smeltscope.probe` and `smeltscope.summarize`: the command line's work, for Python and notebooks."""
+"""`smeltscope.probe`, `smeltscope.summarize`, `smeltscope.plot`: the command line's work, for Python and notebooks."""
 
 import json
 import os
@@ -16,12 +16,17 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, checkpoint_of, load_checkpoint
 from smeltscope.probes import Probe, RunOptions, run_probes
 from smeltscope.probes import summarize as summarize_probe
+from smeltscope.probes.compare import check_comparable
+from smeltscope.probes.grouping import By, groups_of, summarize_groups
 from smeltscope.probes.statistics import DRAWS
 from smeltscope.registry import make_probe, recorded_probe
 from smeltscope.tasks import HeldOut
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
     from transformers import PreTrainedModel
+
+GROUPS: tuple[By, ...] = ("category", "length")  # of documents, that figures are drawn of
 
 # Files and folders; documents by category, {"prose": ["...", "..."]}; or what load_heldout made.
 Data = str | Path | Sequence[str | Path] | Mapping[str, Sequence[str]] | HeldOut
@@ -163,6 +168,75 @@ def summarize(
     if seed is None:
         seed = int(json.loads(run.attrs["identity"])["seed"])
     return summarize_probe(run, probe, draws=draws, seed=seed)
+
+
+def plot(
+    run: xr.DataTree,
+    probe: str,
+    figure: str | None = None,
+    *,
+    baseline: xr.DataTree | None = None,
+    draws: int = DRAWS,
+    seed: int | None = None,
+    **choices: Any,
+) -> "go.Figure":
+    """A figure of what a probe found in a run: the first that has something to show, unless named.
+
+    `baseline` is a run of the same probe over the same data. `choices` are what the figure can be told: `layer`, `head`,
+    `pair` ("1-2"), ... docs/figures.md lists figures and choices.
+
+    Raises `SmeltscopeError` for a figure that is not there, that has nothing to show for this run, or that does not take a
+    choice.
+
+        smeltscope.plot(run, "attention-sink", "positions", layer=3)
+    """
+    from smeltscope.dashboards.figures import FIGURES, context_of
+
+    kinds = {kind.name: kind for kind in FIGURES.get(probe, ())}
+    if figure is not None and figure not in kinds:
+        raise SmeltscopeError(
+            f"{probe} has no figure {figure!r}; "
+            + (f"there is: {', '.join(kinds)}." if kinds else "none is drawn of it.")
+        )
+    wanted = list(kinds.values()) if figure is None else [kinds[figure]]
+    summary = summarize(run, probe, draws=draws, seed=seed)
+    takes = {name for kind in wanted for name in kind.takes}
+
+    def groups(of_run: xr.DataTree, prefix: str) -> dict[str, xr.Dataset]:
+        return {
+            by: summarize_groups(
+                of_run,
+                recorded_probe(of_run, probe),
+                groups_of(of_run, by),
+                draws=draws,
+                seed=summary.attrs["bootstrap_seed"],
+            )
+            for by in GROUPS
+            if f"{prefix}by_{by}" in takes
+        }
+
+    context = context_of(groups=groups(run, ""))
+    if baseline is not None:
+        check_comparable(run, baseline)
+        of_baseline = summarize(baseline, probe, draws=draws, seed=seed)
+        context |= context_of(of_baseline, baseline_groups=groups(baseline, "baseline_"))
+    if "dyck_patterns" in run.children:
+        context["patterns"] = run["dyck_patterns"].to_dataset()
+    for kind in wanted:
+        if not kind.applies(summary, **context):
+            continue
+        unknown = sorted(set(choices) - set(kind.takes))
+        if unknown:
+            raise SmeltscopeError(
+                f"The figure {kind.name} of {probe} does not take {', '.join(unknown)}; it takes "
+                f"{', '.join(kind.takes) or 'nothing'}."
+            )
+        return kind.draw(summary, **context, **choices)
+    lacking = [name for kind in wanted for name in kind.given if context.get(name) is None]
+    raise SmeltscopeError(
+        f"This run has nothing to show in {figure or 'any figure'} of {probe}"
+        + (f"; it needs {', '.join(dict.fromkeys(lacking))}." if lacking else ".")
+    )
 
 
 def _checkpoint(model: Any, tokenizer: Any, loading: Mapping[str, Any]) -> Checkpoint:

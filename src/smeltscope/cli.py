@@ -41,6 +41,14 @@ PROBE_COMMANDS = {
         "smeltscope.commands.compare:compare",
         "Two runs over the same text: paired differences.",
     ),
+    "view": (
+        "smeltscope.commands.view:view",
+        "Runs as pages in a browser: figures, numbers, prompts.",
+    ),
+    "report": (
+        "smeltscope.commands.report:report",
+        "Runs as one HTML file that needs no server.",
+    ),
     "trajectory": (
         "smeltscope.commands.trajectory:trajectory",
         "The diagnostics of many checkpoints of one training.",

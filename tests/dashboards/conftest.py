@@ -1,15 +1,19 @@
 """Summaries made of chosen numbers, so that figures are tested without a model, and a browser for pages."""
 
+import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+import smeltscope
+from smeltscope.dashboards.browser import find_browser
+
+EVIL = "<script>document.title = 'broken'</script>"
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -68,7 +72,7 @@ def make_summary() -> Callable[..., xr.Dataset]:
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real browser without a window. Nothing is downloaded: one has to be installed."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    found = find_browser()
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
@@ -82,3 +86,37 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         )
         yield context
         context.close()
+
+
+@pytest.fixture(scope="session")
+def looped_run(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a looped model over text of two categories, one of which is code. Don't write into it."""
+    return _run(tiny_checkpoint, tmp_path_factory.mktemp("runs") / "loop.h5")
+
+
+@pytest.fixture(scope="session")
+def unlooped_run(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without its loop over the same text. Don't write into it."""
+    return _run(tiny_checkpoint, tmp_path_factory.mktemp("runs") / "base.h5", visits=1)
+
+
+def _run(checkpoint: Path, out: Path, **loading: Any) -> Path:
+    rows = [
+        {
+            "text": f"{i} is a number. " * (4 + i % 3),
+            "category": EVIL if i % 2 else "prose",
+            "id": EVIL + str(i),
+        }
+        for i in range(8)
+    ]
+    text = out.with_name("text.jsonl")
+    text.write_text("\n".join(map(json.dumps, rows)))
+    smeltscope.probe(
+        checkpoint,
+        text,
+        ["attention-sink", "router-overlap", "loss"],
+        out=out,
+        quiet=True,
+        **loading,
+    )
+    return out

@@ -1,93 +1,35 @@
-"""The page opens by itself in a real browser, asks no server for anything, and shows what it is given as text."""
+"""Figures as a browser draws them: at every size of model and window no text lies on another or is cut."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import plotly.io
 import pytest
 import xarray as xr
 
-import smeltscope
 from smeltscope.dashboards import (
-    render_page,
+    PLOTLY_CONFIG,
     sink_by_position,
     sink_depth_profile,
     sink_heatmaps,
-    write_sink_page,
 )
-
-EVIL = "<script>document.title = 'broken'</script>"
-
-
-@pytest.fixture(scope="session")
-def run(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> xr.DataTree:
-    """A run over text whose category and id are code, and a checkpoint whose name is."""
-    import json
-
-    from smeltscope.cli import probe
-    from smeltscope.cli import run as run_command
-
-    folder = tmp_path_factory.mktemp("page")
-    rows = [
-        {"text": f"{i} is a number. " * 9, "category": EVIL, "id": EVIL + str(i), "source": EVIL}
-        for i in range(4)
-    ]
-    text = folder / "text.jsonl"
-    text.write_text("\n".join(map(json.dumps, rows)))
-    args = ["--ckpt", tiny_checkpoint, "--data", text, "--out", folder / "x.h5", "-q", "--json"]
-    assert run_command(probe, ["attention-sink", *map(str, args)]) == 0
-    tree = smeltscope.open(folder / "x.h5")
-    tree.attrs["checkpoint"] = EVIL
-    tree.attrs["data_notes"] = json.dumps([EVIL])
-    return tree
-
-
-@pytest.fixture(scope="session")
-def page(run: xr.DataTree, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    summary = smeltscope.summarize(run, "attention-sink", draws=20)
-    return write_sink_page(run, summary, tmp_path_factory.mktemp("p") / "x.html")
 
 
 def of_size(summary: xr.Dataset) -> str:
-    return render_page(
-        title="A page",
-        lead="A sentence.",
-        figures=[sink_heatmaps(summary), sink_depth_profile(summary), sink_by_position(summary)],
-        definition="A definition.",
-        facts={"checkpoint": "a path that is long " * 9},
-    )
-
-
-def test_what_a_user_named_is_text(page: Path) -> None:
-    text = page.read_text()
-    assert EVIL not in text
-    assert text.count("&lt;script&gt;document.title") >= 2  # the title and the notes
-
-
-def test_the_page_says_what_was_measured(page: Path, run: xr.DataTree) -> None:
-    text = page.read_text()
-    assert "Later visits minus visit 1" in text
-    assert "How it was measured" in text and "arXiv 2609.01343" in text
-    identity = smeltscope.activations.attributes_of(run)["identity"]
-    assert identity["checkpoint_digest"][:16] in text and identity["data_digest"][:16] in text
-    assert "not the training seed" in text and "residual scale 0.5" in text
-
-
-def test_nothing_is_fetched_and_plotly_is_there_once(page: Path) -> None:
-    text = page.read_text()
-    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", text)
-    assert text.count("plotly.js v") == 1
-    assert text.count("Plotly.newPlot(") >= 3
-    assert len(text) < 6_000_000
-
-
-def test_a_page_that_cannot_be_written(run: xr.DataTree, tmp_path: Path) -> None:
-    summary = smeltscope.summarize(run, "attention-sink", draws=2)
-    path = tmp_path / "no" / "x.html"
-    with pytest.raises(smeltscope.SmeltscopeError, match=re.escape(str(path))):
-        write_sink_page(run, summary, path)
-    assert list(tmp_path.iterdir()) == []
+    figures = [sink_heatmaps(summary), sink_depth_profile(summary), sink_by_position(summary)]
+    parts = [
+        plotly.io.to_html(
+            figure,
+            full_html=False,
+            include_plotlyjs=i == 0,
+            config=PLOTLY_CONFIG,
+            div_id=f"figure-{i}",
+        )
+        for i, figure in enumerate(figures)
+    ]
+    body = "".join(f"<figure style='margin: 0; min-width: 720px'>{part}</figure>" for part in parts)
+    return f"<!doctype html><html><head><meta charset='utf-8'><link rel='icon' href='data:,'></head><body>{body}</body></html>"
 
 
 @pytest.fixture(scope="session")
@@ -159,22 +101,6 @@ def check_drawing(tab: Any) -> None:
 @pytest.fixture(scope="session", params=[1440, 800])
 def width(request: pytest.FixtureRequest) -> Iterator[int]:
     yield request.param
-
-
-@pytest.mark.slow
-def test_the_page_in_a_browser(page: Path, visit: Callable[..., Any], width: int) -> None:
-    tab = visit(page, width)
-    check_drawing(tab)
-    assert tab.title() == f"Attention on the first token: {EVIL}"  # as text; the code did not run
-    tab.locator("#figure-0").scroll_into_view_if_needed()
-    box = tab.locator("#figure-0 .heatmaplayer image").first.bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    tab.mouse.move(x - 20, y - 5)
-    tab.mouse.move(x, y, steps=5)
-    hover = tab.locator("#figure-0 .hovertext")
-    hover.wait_for(timeout=10_000)
-    assert re.search(r"layer \d, head \d.*4 documents", hover.text_content())
-    tab.close()
 
 
 @pytest.mark.slow

@@ -115,23 +115,25 @@ def _run(name: str, given: dict[str, Any]) -> None:
         baseline.run(probe, log, given, text)
     if not terminal.is_first_worker():
         return
-    _report(running.open_result(out, probe), probe, given, baseline)
+    _report(running.open_result(out, probe), out, probe, given, baseline)
     log.print(f"Run file: {out}", soft_wrap=True)
     if html is not None:
         log.print(f"Page to open: {html.resolve()}", soft_wrap=True)
 
 
 def _report(
-    run: "xr.DataTree", probe: "Probe", given: dict[str, Any], baseline: Baseline | None
+    run: "xr.DataTree", out: Path, probe: "Probe", given: dict[str, Any], baseline: Baseline | None
 ) -> None:
     result = tables.result_of(run, probe, seed=given["seed"])
     profile = None
     if baseline is not None:
         profile = baseline.profile(run, result.summary, seed=given["seed"])
     if given.get("html") is not None:
-        from smeltscope.dashboards import write_sink_page
+        from smeltscope.commands.pages import run_files_of
+        from smeltscope.dashboards.report import write_report
 
-        write_sink_page(run, result.summary, given["html"])
+        files = [out] if baseline is None else [out, baseline.file]
+        write_report(run_files_of(files), given["html"], probes=[probe.name])
     if given["as_json"]:
         beside = {} if profile is None else {"depth_profile": terminal.as_json(profile)}
         terminal.print_json(terminal.as_json(result.summary) | beside)

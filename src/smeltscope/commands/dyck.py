@@ -215,6 +215,7 @@ def item_sets(
 
 def make_heldout(checkpoint: "Checkpoint", asked: Sequence[Asked], template: str) -> "HeldOut":
     """The prompts of some item sets, for one checkpoint."""
+    from smeltscope.probes.prompts import layout_of
     from smeltscope.tasks import dyck
 
     layout = layout_of(checkpoint, template)
@@ -224,23 +225,6 @@ def make_heldout(checkpoint: "Checkpoint", asked: Sequence[Asked], template: str
             for part in asked
         ]
     )
-
-
-def layout_of(checkpoint: "Checkpoint", template: str) -> dict[str, Any]:
-    """What prompts need to know of the checkpoint and the template, as `make_prompts` and `parse_prompt` take it."""
-    from smeltscope.tasks import dyck
-
-    if checkpoint.tokenizer is None:
-        raise SmeltscopeError(
-            f"{checkpoint.name} has no tokenizer, and Dyck prompts are text; give a checkpoint with one."
-        )
-    embeddings: Any = checkpoint.model.get_input_embeddings()
-    return {
-        "tokenizer": checkpoint.tokenizer,
-        "template": dyck.read_template(template),
-        "context": checkpoint.context,
-        "vocab_size": embeddings.weight.shape[0],
-    }
 
 
 def probes_of_dyck(heldout: "HeldOut", *, nested: int, ablation: str, **_: Any) -> list["Probe"]:

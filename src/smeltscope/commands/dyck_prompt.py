@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smeltscope.commands import terminal
-from smeltscope.commands.dyck import layout_of
 from smeltscope.commands.options import load_model
 from smeltscope.commands.terminal import number
 from smeltscope.errors import SmeltscopeError
@@ -26,6 +25,7 @@ def show_prompt(
 ) -> None:
     """Run one prompt and print it; see `probe dyck --help` for which head is shown."""
     from smeltscope.probes.patterns import patterns_of
+    from smeltscope.probes.prompts import layout_of
     from smeltscope.tasks import dyck
 
     checkpoint = load_model(**given)

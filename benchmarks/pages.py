@@ -1,0 +1,219 @@
+"""How fast pages are: `probe view` and `probe report` in a Chromium, through the real command.
+
+    python benchmarks/pages.py                    a table on stdout, for docs/benchmarks.md
+    python benchmarks/pages.py --runs A.h5 B.h5   over runs that are there, the last one with prompts kept whole
+
+Without runs it makes two with smelt-tiny. The run of 1M tokens is the first one with its rows repeated: as many rows as a run
+over that much text has. Each page is opened in a fresh browser once, then three times; the median of these is shown.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import h5py
+import numpy as np
+
+import smeltscope
+from smeltscope.dashboards.browser import FLAGS, find_browser
+
+TOKENS = 50_000
+LARGE = 1_000_000
+REPEATS = 3
+PROBE = [sys.executable, "-m", "smeltscope", "probe"]
+DRAWN = "[...document.querySelectorAll('#shown .js-plotly-plot .main-svg')].length"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", nargs=2, type=Path, metavar=("TEXT.h5", "DYCK.h5"))
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        text, dyck = given.runs or make_runs(Path(folder))
+        large = Path(folder) / "large.h5"
+        tokens = repeat_rows(text, large, LARGE)
+        with serving(large) as address, browser() as page:
+            for name, path in (("overview", ""), ("attention-sink", "attention-sink")):
+                show(f"{name} of {tokens:,} tokens, page there", opened(page, address + path, "h1"))
+        with serving(text, dyck) as address, browser() as page:
+            show_all(page_rows(page, address))
+            show_all(viewer_rows(page, address))
+        show_all(report_rows(Path(folder), text, dyck))
+
+
+def show_all(rows: Iterable[tuple[str, str]]) -> None:
+    for what, figure in rows:
+        print(f"| {what} | {figure} |", flush=True)
+
+
+def show(what: str, seconds: float) -> None:
+    show_all([(what, f"{seconds:.2f} s")])
+
+
+def make_runs(folder: Path) -> tuple[Path, Path]:
+    """A run of every diagnostic of text, and one of prompts."""
+    text, dyck = folder / "text.h5", folder / "dyck.h5"
+    command = [*PROBE, "batch", "--tokens", str(TOKENS), "--out", str(text), "-q"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    smeltscope.dyck(
+        "smelt-tiny", items=10, shots=(0, 1, 2), seeds=1, nested=8, out=dyck, quiet=True
+    )
+    return text, dyck
+
+
+def repeat_rows(source: Path, target: Path, tokens: int) -> int:
+    """A run file with the rows of another repeated, each time as other documents; how many tokens it has."""
+    with h5py.File(source) as old, h5py.File(target, "w") as new:
+        times = -(-tokens // int(old["segments/tokens"][...].sum()))
+        new.attrs.update(old.attrs)
+        dims: dict[str, list[str]] = {}
+
+        def copy(name: str, node: Any) -> None:
+            if isinstance(node, h5py.Group):
+                new.require_group(name).attrs.update(node.attrs)
+                return
+            names = [name] if node.is_scale else [dim.keys()[0] for dim in node.dims]
+            values = node[...]
+            if names[:1] == ["segment"]:
+                rows = len(values)
+                values = np.concatenate([values] * times)
+                if name == "segment":
+                    values = np.arange(len(values), dtype=values.dtype)
+                if name == "segments/document":
+                    documents = int(values.max()) + 1
+                    values = values + documents * np.repeat(np.arange(times), rows)
+            packing = {"shuffle": True, "compression": "gzip", "compression_opts": 1}
+            made = new.create_dataset(
+                name, data=values, dtype=node.dtype, **(packing if values.ndim else {})
+            )
+            made.attrs.update(
+                {k: v for k, v in node.attrs.items() if k in ("description", "units")}
+            )
+            if node.is_scale:
+                made.make_scale(name)
+            else:
+                dims[name] = names
+
+        old.visititems(copy)
+        for name, names in dims.items():
+            for axis, dim in enumerate(names):
+                new[name].dims[axis].attach_scale(new[dim])
+        return int(new["segments/tokens"][...].sum())
+
+
+@contextmanager
+def serving(*runs: Path) -> Iterator[str]:
+    """The address of `probe view`."""
+    command = [*PROBE, "view", *map(str, runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """A page of a fresh browser."""
+    from playwright.sync_api import sync_playwright
+
+    flags = [flag for flag in FLAGS if not flag.startswith(("--headless", "--virtual"))]
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
+        context = playwright.chromium.launch_persistent_context(
+            profile, executable_path=find_browser(), headless=True, args=[*flags, "--no-sandbox"]
+        )
+        page = context.new_page()
+        page.set_default_timeout(120_000)
+        page.set_viewport_size({"width": 1440, "height": 900})
+        yield page
+        context.close()
+
+
+def opened(page: Any, address: str, there: str) -> float:
+    """Seconds until something of a page is there."""
+    page.goto("about:blank")
+    began = time.perf_counter()
+    page.goto(address)
+    page.wait_for_selector(there)
+    return time.perf_counter() - began
+
+
+def timed(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def page_rows(page: Any, address: str) -> Iterator[tuple[str, str]]:
+    """Pages of a run over text: when they are there, and when their first figure is drawn."""
+    for name, there in (
+        ("", "main section table"),
+        ("attention-sink", "#shown .main-svg"),
+        ("residual-updates", "#shown .main-svg"),
+    ):
+        cold = opened(page, address + name, there)
+        warm = median(opened(page, address + name, there) for _ in range(REPEATS))
+        yield f"{name or 'overview'}: first time, again", f"{cold:.2f} s, {warm:.2f} s"
+
+
+def viewer_rows(page: Any, address: str) -> Iterator[tuple[str, str]]:
+    """The viewer: opening, another head, a prompt run live."""
+    yield "viewer opens", f"{opened(page, f'{address}viewer?run=1', '#viewer canvas'):.2f} s"
+    heads = page.locator("#viewer [role=row] [role=gridcell], #viewer [role=option]")
+    title = "document.querySelector('#viewer h2, #viewer h3').textContent"
+    switches = []
+    for i in range(min(6, heads.count())):
+        before = page.evaluate(title)
+        began = time.perf_counter()
+        heads.nth(i).click()
+        if page.evaluate(title) != before or i:
+            page.evaluate(
+                "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
+            switches.append(time.perf_counter() - began)
+    if switches:
+        yield "viewer: another head", f"{1000 * median(switches):.0f} ms"
+    request = {"run": 1, "text": "Input: ( [ ] \nOutput: )"}
+    code = """async request => {
+        const began = performance.now();
+        const answer = await fetch('/viewer/live', {method: 'POST', body: JSON.stringify(request),
+            headers: {'Content-Type': 'application/json'}});
+        await answer.json();
+        return [answer.status, performance.now() - began];
+    }"""
+    times = [page.evaluate(code, request) for _ in range(1 + REPEATS)]
+    if times[0][0] == 200:
+        again = median(
+            page.evaluate(code, request | {"text": f"Input: ( [ ] {'( ) ' * i}\nOutput: )"})[1]
+            for i in range(1, 1 + REPEATS)
+        )
+        yield (
+            "live prompt: first (loads the checkpoint), others",
+            f"{times[0][1] / 1000:.1f} s, {again:.0f} ms",
+        )
+
+
+def report_rows(folder: Path, *runs: Path) -> Iterator[tuple[str, str]]:
+    """The report: making it, its size, when a browser shows it and its first figure."""
+    out = folder / "report.html"
+    command = [*PROBE, "report", *map(str, runs), "--out", str(out), "-q"]
+    yield "report made", f"{timed(lambda: subprocess.run(command, check=True)):.1f} s"
+    yield "report's size", f"{out.stat().st_size / 1e6:.2f} MB"
+    figures = len(re.findall("data-figure=", out.read_text()))
+    with browser() as page:
+        text = opened(page, out.as_uri(), "h1")
+        drawn = opened(page, out.as_uri(), "[data-drawn] .main-svg")
+        yield f"report opens: text, first of {figures} figures", f"{text:.2f} s, {drawn:.2f} s"
+
+
+if __name__ == "__main__":
+    main()

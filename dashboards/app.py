@@ -1,0 +1,651 @@
+"""The pages of `probe view`: an overview, a page for each diagnostic, the viewer of prompts.
+
+A page is a place: which diagnostic, which run, against which other one, and what is picked of it (category, layer,
+visit, head, quantity). The address says all of it, so that a link opens the same page; `run` is an index into the runs
+given. The frame of a page is made at once; numbers and figures follow when the page asks for them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qs, urlencode
+
+import dash
+import dash_mantine_components as dmc
+import xarray as xr
+from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
+
+from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, FigureKind, choices_of
+from smeltscope.dashboards.figures.common import Theme
+from smeltscope.dashboards.numbers import choices, quantities_in, table_of
+from smeltscope.dashboards.overview import HEADLINES, TITLES, Found, headline_rows, headlines
+from smeltscope.dashboards.report import colours_of
+from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, holds_both
+from smeltscope.dashboards.viewer import add_viewer_routes
+from smeltscope.errors import SmeltscopeError
+from smeltscope.model import Checkpoint
+from smeltscope.probes.paper import MODELS
+
+ASSETS = Path(__file__).parent / "assets"
+REFRESH = 2000  # milliseconds between two looks at a run that is being written
+MOST_ROWS = 300  # of a table of numbers
+NO_RUN = "none"  # compared with
+PICKS = ("category", "layer", "visit", "head", "pair", "write", "centred", "region", "example")
+OWN = "the figure's own"  # what is shown unless something is picked
+
+Values = Sequence[str | None]
+Ids = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a page shows, as its address says it."""
+
+    probe: str = ""  # "" is the overview
+    run: int = 0
+    against: int | None = None
+    picked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What is picked, as figures and tables take it."""
+        kinds = {"true": True, "false": False}
+        return {
+            key: kinds.get(text, int(text) if text.isdigit() else text)
+            for key, text in self.picked.items()
+            if key not in ("category", "quantity")
+        }
+
+
+class _Prompts(Sequence[xr.DataTree]):
+    """What the viewer shows of runs, as they are when it asks."""
+
+    def __init__(self, runs: Sequence[RunFile]) -> None:
+        self._runs = runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._runs[i].prompts()
+
+
+def make_app(runs: Sequence[RunFile], load: Callable[[int], Checkpoint] | None = None) -> dash.Dash:
+    """The application over some runs; it asks no other server for anything.
+
+    `load` gives the checkpoint of a run by its number, for prompts that are run live.
+    """
+    app = dash.Dash(
+        __name__,
+        assets_folder=str(ASSETS),
+        assets_ignore="report",  # another page's
+        title="smeltscope",
+        update_title="",
+        suppress_callback_exceptions=True,
+    )
+    app.layout = lambda: _frame(runs)
+    _connect(app, runs)
+    # `guard` knows who may ask.
+    add_viewer_routes(
+        app.server, _Prompts(runs), load, names=[run.name for run in runs], hosts=None
+    )
+    return app
+
+
+# ---- the frame
+
+
+def _frame(runs: Sequence[RunFile]) -> Any:
+    return dmc.MantineProvider(
+        id="mantine",
+        children=[
+            dcc.Location(id="url", refresh=False),
+            dcc.Store(id="version", data=_versions(runs)),
+            *(
+                dcc.Store(id=name) for name in ("moved", "picked", "mounted")
+            ),  # of callbacks that give nothing
+            dcc.Interval(id="tick", interval=REFRESH, disabled=_all_finished(runs)),
+            html.Header(
+                [
+                    html.A("smeltscope", href="/", className="brand"),
+                    html.Nav(id="nav"),
+                    dmc.ColorSchemeToggle(
+                        id="scheme",
+                        lightIcon="Dark",
+                        darkIcon="Light",
+                        variant="default",
+                        size="lg",
+                        **{"aria-label": "Dark or light"},
+                    ),
+                ],
+                className="top",
+            ),
+            html.Main(id="page"),
+        ],
+    )
+
+
+def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
+    """All callbacks."""
+
+    @app.callback(
+        Output("page", "children"),
+        Output("nav", "children"),
+        Input("url", "pathname"),
+        Input("url", "search"),
+    )
+    def show_page(pathname: str | None, search: str | None) -> tuple[Any, Any]:
+        if pathname is None:  # not known yet
+            return no_update, no_update
+        place = place_of(pathname, search or "", runs)
+        return (
+            _in_words(lambda: _page(place, runs)),
+            _navigation(place, runs),
+        )
+
+    @app.callback(
+        Output("version", "data"),
+        Output("tick", "disabled"),
+        Input("tick", "n_intervals"),
+        State("version", "data"),
+        prevent_initial_call=True,
+    )
+    def look_again(_: int, before: list[str]) -> tuple[Any, bool]:
+        now = _versions(runs)
+        return (no_update if now == before else now), _all_finished(runs)
+
+    @app.callback(
+        Output({"kind": "card", "probe": MATCH}, "children"),
+        Input({"kind": "card", "probe": MATCH}, "id"),
+        Input("version", "data"),
+    )
+    def show_card(card: Mapping[str, str], _: Any) -> Any:
+        return _in_words(lambda: _card(card["probe"], runs))
+
+    @app.callback(Output("facts", "children"), Input("version", "data"))
+    def show_facts(_: Any) -> Any:
+        return _facts(runs)
+
+    @app.callback(
+        Output("picks", "children"),
+        Output("quantity", "children"),
+        Output("ready", "data"),
+        Input("frame", "data"),
+        Input("version", "data"),
+        State("ready", "data"),
+    )
+    def show_selectors(
+        at: Mapping[str, Any], _: Any, ready: Mapping[str, Any] | None
+    ) -> tuple[Any, Any, Any]:
+        if ready is not None:  # a run that goes on keeps what is picked
+            return no_update, no_update, no_update
+        place = Place(**at)
+        made = _in_words(lambda: [_picks(place, runs), _quantities(place, runs)])
+        return (*made, at) if len(made) == 2 else (made, [], None)
+
+    picks = (
+        Input({"kind": "pick", "name": ALL}, "value"),
+        State({"kind": "pick", "name": ALL}, "id"),
+    )
+
+    @app.callback(
+        Output("shown", "children"),
+        Input("ready", "data"),
+        *picks,
+        Input("version", "data"),
+        Input("scheme", "computedColorScheme"),
+        prevent_initial_call=True,
+    )
+    def show_diagnostic(
+        at: Mapping[str, Any] | None, values: Values, ids: Ids, _: Any, scheme: Theme | None
+    ) -> Any:
+        if at is None or scheme is None:
+            return no_update
+        return _in_words(lambda: _diagnostic(_picked(at, values, ids), runs, scheme))
+
+    @app.callback(
+        Output("numbers", "children"),
+        Input("ready", "data"),
+        *picks,
+        Input({"kind": "quantity", "name": ALL}, "value"),
+        Input("version", "data"),
+        prevent_initial_call=True,
+    )
+    def show_numbers(
+        at: Mapping[str, Any] | None, values: Values, ids: Ids, quantity: Values, _: Any
+    ) -> Any:
+        if at is None or not any(quantity):
+            return []
+        return _in_words(lambda: _numbers(_picked(at, values, ids), str(quantity[0]), runs))
+
+    # Another run is another page: with an entry in the browser's history, as a link makes one.
+    app.clientside_callback(
+        """(run, against, shown) => {
+            const beside = shown.against === null ? 'none' : String(shown.against);
+            if (run !== String(shown.run) || against !== beside) {
+                const query = new URLSearchParams(location.search);
+                query.set('run', run);
+                query.set('against', against);
+                history.pushState({}, '', `${location.pathname}?${query}`);
+                dispatchEvent(new CustomEvent('_dashprivate_pushstate'));
+            }
+            return dash_clientside.no_update;
+        }""",
+        Output("moved", "data"),
+        Input("run", "value"),
+        Input("against", "value"),
+        State("frame", "data"),
+        prevent_initial_call=True,
+    )
+    # What is picked changes the address, not the page.
+    app.clientside_callback(
+        """(values, ids) => {
+            const query = new URLSearchParams(location.search);
+            ids.forEach((id, i) => values[i] ? query.set(id.name, values[i]) : query.delete(id.name));
+            history.replaceState(history.state, '', `${location.pathname}?${query}`);
+            return dash_clientside.no_update;
+        }""",
+        Output("picked", "data"),
+        Input({"kind": ALL, "name": ALL}, "value"),
+        State({"kind": ALL, "name": ALL}, "id"),
+        prevent_initial_call=True,
+    )
+    app.clientside_callback(
+        """id => {
+            window.smeltscopeViewer.mount(document.getElementById(id), {kind: 'server', base: '/viewer'});
+            return dash_clientside.no_update;
+        }""",
+        Output("mounted", "data"),
+        Input("viewer", "id"),
+    )
+
+
+def _picked(at: Mapping[str, Any], values: Values, ids: Ids) -> Place:
+    """The place of a page with what its selectors say."""
+    picked = {i["name"]: v for i, v in zip(ids, values, strict=True) if v}
+    return Place(**{**at, "picked": picked})
+
+
+def _in_words(make: Callable[[], list[Any]]) -> list[Any]:
+    """What is made, or what hindered it as a sentence."""
+    try:
+        return make()
+    except SmeltscopeError as error:
+        return [_alert(str(error))]
+    except Exception as error:  # a page says so; the terminal shows where
+        logging.getLogger(__name__).exception("A page could not be made")
+        return [_alert(f"Unexpected {type(error).__name__}: {error}; the terminal shows where.")]
+
+
+def _alert(text: str) -> Any:
+    return dmc.Alert(text, color="orange", variant="light", className="trouble")
+
+
+# ---- places
+
+
+def place_of(pathname: str, search: str, runs: Sequence[RunFile]) -> Place:
+    """The place that an address names; what it says of runs that are not there is left aside."""
+    query = {key: values[-1] for key, values in parse_qs(search.removeprefix("?")).items()}
+    probe = pathname.strip("/")
+    if probe in ("", "viewer"):
+        return Place(probe=probe, run=_index(query.get("run"), runs) or 0)
+    having = _having(probe, runs)
+    run = _index(query.get("run"), runs)
+    if run not in having and having:
+        run = having[0]
+    run = run or 0
+    against = _index(query.get("against"), runs)
+    if "against" not in query:
+        baseline = baseline_of(runs[run], runs, probe)
+        against = None if baseline is None else runs.index(baseline)
+    picked = {key: value for key, value in query.items() if key in (*PICKS, "quantity")}
+    return Place(
+        probe=probe,
+        run=run,
+        against=against if against in having and against != run else None,
+        picked=picked,
+    )
+
+
+def address_of(place: Place) -> str:
+    """The address of a place."""
+    query: dict[str, Any] = {"run": place.run} if place.probe else {}
+    if place.against is not None:
+        query["against"] = place.against
+    return f"/{place.probe}?{urlencode(query | dict(place.picked))}".removesuffix("?")
+
+
+def _index(text: str | None, runs: Sequence[RunFile]) -> int | None:
+    return int(text) if text is not None and text.isdigit() and int(text) < len(runs) else None
+
+
+def _having(probe: str, runs: Sequence[RunFile]) -> list[int]:
+    """The runs that hold a diagnostic."""
+    return [i for i, run in enumerate(runs) if run.trouble() is None and probe in run.probes()]
+
+
+def _versions(runs: Sequence[RunFile]) -> list[str]:
+    return [run.version() for run in runs]
+
+
+def _all_finished(runs: Sequence[RunFile]) -> bool:
+    return all(run.path.suffix != ".partial" and run.version() != "missing" for run in runs)
+
+
+def _probes(runs: Sequence[RunFile]) -> list[str]:
+    """The diagnostics of all runs, in the order in which they are explained."""
+    held = {name for run in runs if run.trouble() is None for name in run.probes()}
+    order = list(TITLES)
+    return sorted(held, key=lambda name: (order.index(name) if name in order else 99, name))
+
+
+# ---- pages
+
+
+def _navigation(place: Place, runs: Sequence[RunFile]) -> list[Any]:
+    entries = {"": "Overview"}
+    entries |= {name: TITLES.get(name, name) for name in _probes(runs)}
+    entries["viewer"] = "Dyck viewer"
+    return [
+        dcc.Link(
+            title,
+            href=_link(name, place, runs),
+            className="here" if name == place.probe else "",
+        )
+        for name, title in entries.items()
+    ]
+
+
+def _link(name: str, place: Place, runs: Sequence[RunFile]) -> str:
+    """Where an entry leads: to the same run, if it has what is shown there."""
+    if not name:
+        return "/"
+    run = place.run
+    if name == "viewer":
+        having = [i for i, of in enumerate(runs) if of.patterns() is not None]
+        run = run if run in having or not having else having[0]
+    return address_of(Place(probe=name, run=run))
+
+
+def _page(place: Place, runs: Sequence[RunFile]) -> list[Any]:
+    if not place.probe:
+        return _overview(runs)
+    if place.probe == "viewer":
+        return [html.H1("Dyck viewer"), html.Div(id="viewer")]
+    having = _having(place.probe, runs)
+    if not having:
+        names = ", ".join(_probes(runs)) or "no diagnostic that can be shown"
+        return [
+            html.H1("No such page"),
+            _alert(f"No run here holds {place.probe!r}; there is: {names}."),
+            *_troubles(runs),
+        ]
+    title = TITLES.get(place.probe, place.probe)
+    return [
+        html.H1(title),
+        html.Div(_selectors(place, runs, having), className="selectors", role="group"),
+        dcc.Store(id="frame", data=asdict(place)),
+        dcc.Store(id="ready"),
+        html.Div(id="picks", className="selectors"),
+        html.Div(dmc.Skeleton(height=420), id="shown"),
+        html.H2("Numbers"),
+        html.Div(id="quantity", className="selectors"),
+        html.Div(id="numbers"),
+        html.Details(
+            [html.Summary("How it was measured"), html.Pre(runs[place.run].definition(place.probe))]
+        ),
+    ]
+
+
+def _overview(runs: Sequence[RunFile]) -> list[Any]:
+    return [
+        html.H1("Overview"),
+        html.Div(id="facts"),
+        *(
+            html.Section(
+                [
+                    html.H2(dcc.Link(TITLES.get(name, name), href=f"/{name}")),
+                    html.Div(dmc.Skeleton(height=90), id={"kind": "card", "probe": name}),
+                ]
+            )
+            for name in _probes(runs)
+        ),
+        html.P(
+            f"The paper: arXiv 2609.01343, {MODELS}; context, not a target. Intervals are 95 %, from drawing documents "
+            "again within each category; they cover the choice of text, not the training seed.",
+            className="note",
+        ),
+    ]
+
+
+def _facts(runs: Sequence[RunFile]) -> list[Any]:
+    shown = [run for run in runs if run.trouble() is None]
+    facts = [run.facts() for run in shown]
+    names = list(dict.fromkeys(key for of_run in facts for key in of_run))
+    table = _table(
+        ["", *(run.name for run in shown)],
+        [[name, *(of_run.get(name, "") for of_run in facts)] for name in names],
+    )
+    return [*_troubles(runs), *([table] if shown else [])]
+
+
+def _troubles(runs: Sequence[RunFile]) -> list[Any]:
+    return [_alert(trouble) for run in runs if (trouble := run.trouble()) is not None]
+
+
+def _card(probe: str, runs: Sequence[RunFile]) -> list[Any]:
+    """What stands first of a diagnostic, of all runs that hold it; of one that has no segment yet, that."""
+    shown, found, parts = [], [], []
+    for run in (runs[i] for i in _having(probe, runs)):
+        name = [html.Strong(f"{run.name}: ")] if len(runs) > 1 else []
+        try:
+            found.append(headlines(run.summary(probe), probe))
+            shown.append(run)
+            parts.append(html.P([*name, run.sentence(probe)], className="sentence"))
+        except SmeltscopeError as error:
+            parts.append(_alert(str(error)))
+    return [_headline_table(shown, found), *parts] if any(found) else parts
+
+
+def _headline_table(runs: Sequence[RunFile], found: Sequence[Sequence[Found]]) -> Any:
+    return _table(*headline_rows([run.name for run in runs], found), className="headlines")
+
+
+def _selectors(place: Place, runs: Sequence[RunFile], having: Sequence[int]) -> list[Any]:
+    """Which run, and beside which."""
+    labels = {str(i): runs[i].label for i in having}
+    others = {key: text for key, text in labels.items() if key != str(place.run)}
+    beside = NO_RUN if place.against is None else str(place.against)
+    found = [
+        _select("Run", "run", str(place.run), labels),
+        _select("Beside", "against", beside, {NO_RUN: "no other run"} | others),
+    ]
+    return found if others else [html.Div(found, hidden=True)]
+
+
+def _picks(place: Place, runs: Sequence[RunFile]) -> list[Any]:
+    """What can be picked of a run's diagnostic: by its figures, and of its numbers."""
+    run = runs[place.run]
+    summary = run.summary(place.probe)
+    offers: dict[str, dict[str, str]] = {}
+    if len(run.categories()) > 1:
+        offers["category"] = {name: name for name in run.categories()}
+    found: dict[str, list[Any]] = choices(summary)
+    asked = {name for kind in FIGURES.get(place.probe, ()) for name in kind.takes}
+    for kind in FIGURES.get(place.probe, ()):
+        patterns = run.patterns() if "patterns" in kind.takes else None
+        for name, values in choices_of(kind, summary, patterns).items():
+            found[name] = list(dict.fromkeys([*found.get(name, []), *values]))
+    words = {"pair": "visits {}", "centred": "{}", "write": "{}", "region": "{}"}
+    for name in PICKS:
+        if len(found.get(name, [])) > 1:
+            offers[name] = {
+                str(v).lower() if isinstance(v, bool) else str(v): words.get(
+                    name, f"{name} {{}}"
+                ).format(v)
+                for v in found[name]
+            }
+    if "centred" in offers:
+        offers["centred"] = {"false": "as they are", "true": "mean taken off"}
+    titles = {"pair": "Visits compared", "centred": "Vectors"}
+    return [
+        _select(
+            titles.get(name, name.capitalize()),
+            {"kind": "pick", "name": name},
+            value if (value := place.picked.get(name)) in offered else None,
+            offered,
+            placeholder=OWN if name in asked else "all",
+        )
+        for name, offered in offers.items()
+    ]
+
+
+def _select(
+    label: str, id: Any, value: str | None, options: Mapping[str, str], placeholder: str = ""
+) -> Any:
+    return dmc.Select(
+        label=label,
+        id=id,
+        value=value,
+        data=[{"value": key, "label": text} for key, text in options.items()],
+        placeholder=placeholder,
+        clearable=bool(placeholder),
+        allowDeselect=bool(placeholder),
+        searchable=len(options) > 12,
+        size="sm",
+    )
+
+
+def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[Any]:
+    """What was found, headline numbers and figures."""
+    run = runs[place.run]
+    against = None if place.against is None else runs[place.against]
+    category = _category_of(place, run)
+    summary = run.summary(place.probe, category)
+    parts = []
+    if not run.is_finished():
+        done, all_ = run.progress()
+        parts.append(
+            dmc.Alert(
+                f"Still being written: {done:,} of {all_:,} segments. The page follows.",
+                color="blue",
+                variant="light",
+                className="unfinished",
+            )
+        )
+    sentence = run.probe(place.probe).sentence(summary)
+    where = f"In {category}: " if category is not None else ""
+    parts.append(html.P(where + sentence, className="sentence"))
+    found = headlines(summary, place.probe)
+    if found:
+        parts.append(_headline_table([run], [found]))
+    for kind in FIGURES.get(place.probe, ()):
+        parts += _figures(kind, place, run, against, scheme)
+    return parts
+
+
+def _figures(
+    kind: FigureKind, place: Place, run: RunFile, against: RunFile | None, scheme: Theme
+) -> list[Any]:
+    """A figure of the run, and beside it of the other one where one figure cannot hold both."""
+    category = _category_of(place, run)
+    choices = tuple((k, v) for k, v in place.choices.items() if k in kind.takes)
+    together = against is not None and holds_both(kind)
+    shown = [(run, against if together else None)]
+    if against is not None and not together:
+        shown.append((against, None))
+    made = []
+    for i, (of, beside) in enumerate(shown):
+        versions = (of.version(), beside and beside.version())
+        figure = _drawn(kind, place.probe, of, beside, category, choices, versions)
+        if figure is None:
+            continue
+        graph = dcc.Graph(
+            id={"kind": "figure", "name": f"{kind.name}-{i}"},
+            figure={**figure, "layout": {**figure["layout"], **colours_of(scheme)}},
+            config=cast(Any, PLOTLY_CONFIG),
+            style={"height": figure["layout"].get("height", 450)},  # or it takes what its frame has
+        )
+        caption = [html.Figcaption(of.label)] if len(shown) > 1 else []
+        made.append(html.Figure([*caption, graph]))
+    return [html.Div(made, className="figures")] if made else []
+
+
+@lru_cache(maxsize=48)
+def _drawn(
+    kind: FigureKind,
+    probe: str,
+    run: RunFile,
+    against: RunFile | None,
+    category: str | None,
+    choices: tuple[tuple[str, Any], ...],
+    versions: Any,  # of the files: a figure of what they were before is not this one
+) -> dict[str, Any] | None:
+    """A figure as plotly.js takes it; None where there is nothing to show."""
+    summary = run.summary(probe, category)
+    context = dict(choices) | context_for(kind, run, probe, against=against, category=category)
+    if not kind.applies(summary, **context):
+        return None
+    found: dict[str, Any] = kind.draw(summary, **context).to_plotly_json()
+    return found
+
+
+def _category_of(place: Place, run: RunFile) -> str | None:
+    """The category that is picked, if the run has it."""
+    category = place.picked.get("category")
+    return category if category in run.categories() else None
+
+
+def _quantities(place: Place, runs: Sequence[RunFile]) -> list[Any]:
+    """What the table of numbers can show."""
+    names = quantities_in(runs[place.run].summary(place.probe))
+    first = [h.by_layer for h in HEADLINES.get(place.probe, ()) if h.by_layer in names] or names
+    value = place.picked.get("quantity")
+    offered = {name: name.replace("_", " ") for name in names}
+    value = value if value in offered else next(iter(first), None)
+    return [_select("Quantity", {"kind": "quantity", "name": "quantity"}, value, offered)]
+
+
+def _numbers(place: Place, quantity: str, runs: Sequence[RunFile]) -> list[Any]:
+    """The table of a quantity: of this run, or of it and the one it is compared with."""
+    run = runs[place.run]
+    category = _category_of(place, run)
+    note = ""
+    if place.against is not None and category is None:
+        summary = run.compared(runs[place.against], place.probe)
+        note = "; means over heads; each draw takes the same documents for both runs"
+    if not note or quantity not in quantities_in(summary):
+        summary, note = run.summary(place.probe, category), ""
+    table = table_of(summary, quantity, place.choices, most=MOST_ROWS)
+    if table.more:
+        note += (
+            f"; {table.more:,} more rows: pick a layer or a head, or probe show {run.name} --csv"
+        )
+    return [
+        html.Div(_table(table.columns, table.rows), className="scroll", tabIndex=0),
+        html.P(f"{summary.attrs['documents']:,} documents{note}", className="note"),
+    ]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], className: str = "") -> Any:
+    return html.Div(
+        html.Table(
+            [
+                html.Thead(html.Tr([html.Th(name, scope="col") for name in columns])),
+                html.Tbody(
+                    [
+                        html.Tr(
+                            [html.Th(row[0], scope="row"), *(html.Td(cell) for cell in row[1:])]
+                        )
+                        for row in rows
+                    ]
+                ),
+            ],
+            className=className or None,
+        ),
+        className="wide",
+    )

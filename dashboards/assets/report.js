@@ -1,0 +1,55 @@
+/* The page of a report: inflates plotly.js and the figures, draws each when it comes into sight, light or dark.
+   With #print in the address all are drawn at once, in light, for paper. */
+(async () => {
+  "use strict";
+  const root = document.documentElement, print = location.hash === "#print";
+  const button = document.getElementById("scheme");
+  const show = scheme => {
+    root.dataset.mantineColorScheme = scheme; // by its name the viewer knows it
+    button.textContent = scheme === "dark" ? "Light" : "Dark";
+  };
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  show(prefersDark.matches && !print ? "dark" : "light");
+  root.classList.toggle("print", print);
+
+  const inflated = async id => {
+    const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Response(stream).text();
+  };
+  const places = [...document.querySelectorAll("[data-figure]")];
+  if (typeof DecompressionStream === "undefined") {
+    for (const place of places) place.textContent = "This browser is too old to draw figures.";
+    return;
+  }
+  const script = document.createElement("script");
+  script.textContent = await inflated("plotly-js");
+  document.head.append(script);
+  const { figures, colours, config } = JSON.parse(await inflated("figures"));
+
+  const draw = place => {
+    const { data, layout } = figures[place.dataset.figure];
+    place.dataset.drawn = root.dataset.mantineColorScheme;
+    return Plotly.react(place, data, { ...layout, ...colours[place.dataset.drawn] }, config);
+  };
+  const inSight = new Set();
+  const drawLate = () => {
+    for (const place of inSight) if (place.dataset.drawn !== root.dataset.mantineColorScheme) draw(place);
+  };
+  if (print) {
+    await Promise.all(places.map(draw));
+    root.dataset.height = document.body.scrollHeight;
+    return;
+  }
+  const watcher = new IntersectionObserver(entries => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) inSight.add(target); else inSight.delete(target);
+    }
+    drawLate();
+  }, { rootMargin: "600px" });
+  for (const place of places) watcher.observe(place);
+  const change = scheme => { show(scheme); drawLate(); };
+  button.addEventListener("click", () => change(root.dataset.mantineColorScheme === "dark" ? "light" : "dark"));
+  prefersDark.addEventListener("change", () => change(prefersDark.matches ? "dark" : "light"));
+  addEventListener("beforeprint", () => { show("light"); places.forEach(draw); });
+})();

@@ -1,0 +1,86 @@
+"""A page on paper or as a picture, through a Chromium that is there."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from smeltscope.errors import SmeltscopeError
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=30000",  # until all figures are drawn
+)
+MOST_PIXELS = 16_000  # of a picture's height; a browser draws no more
+PATIENCE = 300  # seconds
+
+
+def find_browser() -> str | None:
+    """A Chromium or Chrome of this machine."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def check_browser() -> str:
+    """A Chromium or Chrome of this machine; refused in a sentence where there is none."""
+    found = find_browser()
+    if found is None:
+        raise SmeltscopeError(
+            "PDF and PNG are made by Chromium or Chrome, and none is installed (Debian: apt-get install chromium); "
+            "without one print the report from any browser."
+        )
+    return found
+
+
+def write_pdf(page: Path, out: Path) -> Path:
+    """A report as PDF."""
+    return _made(page, out, "--no-pdf-header-footer", "--print-to-pdf={}")
+
+
+def write_png(page: Path, out: Path) -> Path:
+    """A report as a picture; of a very long one the first 16,000 pixels."""
+    said = _run(page, "--window-size=780,1000", "--dump-dom")
+    height = re.search(r'data-height="(\d+)"', said)
+    if height is None:
+        raise SmeltscopeError(f"The browser did not draw {page}; open it to see why.")
+    size = f"--window-size=780,{min(int(height[1]) + 40, MOST_PIXELS)}"
+    return _made(page, out, size, "--screenshot={}")
+
+
+def _made(page: Path, out: Path, *flags: str) -> Path:
+    """What the browser writes, in its place when it is whole."""
+    with tempfile.TemporaryDirectory(dir=out.resolve().parent) as folder:
+        new = Path(folder) / out.name
+        said = _run(page, *(flag.format(new) for flag in flags))
+        if not new.is_file():
+            raise SmeltscopeError(
+                f"The browser wrote no {out}: {said.strip()[-300:] or 'no reason'}."
+            )
+        os.replace(new, out)
+    return out
+
+
+def _run(page: Path, *flags: str) -> str:
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
+    with tempfile.TemporaryDirectory() as profile:
+        command = [check_browser(), *FLAGS, *root, f"--user-data-dir={profile}", *flags]
+        try:
+            done = subprocess.run(
+                [*command, f"{page.resolve().as_uri()}#print"],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SmeltscopeError(f"The browser took more than {PATIENCE} s for {page}.") from error
+    return done.stdout or done.stderr

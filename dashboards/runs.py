@@ -1,0 +1,293 @@
+"""Run files as pages read them: group by group, summarised once, read anew when they change."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from threading import RLock
+from typing import Any, TypeVar
+
+import numpy as np
+import xarray as xr
+
+from smeltscope.activations import attributes_of, open_run
+from smeltscope.activations.hdf5 import opened
+from smeltscope.dashboards.figures import FIGURES, FigureKind
+from smeltscope.errors import SmeltscopeError
+from smeltscope.probes import Probe, group_name, summarize
+from smeltscope.probes.compare import HEADS, check_comparable, compare
+from smeltscope.probes.grouping import By, groups_of, restricted, summarize_groups
+
+ProbeOf = Callable[[xr.DataTree, str], Probe]  # the probe of this name as the run was made with it
+GROUPED_BY: tuple[By, ...] = ("category", "length")
+_Value = TypeVar("_Value")
+_MISSING = object()
+_WORKING = RLock()  # one summary at a time: several would keep a page that only opens waiting
+
+
+class RunFile:
+    """A run file, finished or still being written, of which a page loads no more than it shows.
+
+    Whatever was read or summarised is kept until the file changes. Unfinished, it is what its segments so far amount
+    to. Methods raise `SmeltscopeError` for a file that is missing, damaged, no run file or empty so far.
+    """
+
+    def __init__(self, path: str | Path, probe_of: ProbeOf) -> None:
+        self.given = Path(path)
+        self._probe_of = probe_of
+        self._kept: dict[tuple[Any, ...], Any] = {}
+        self._kept_of = ""
+        self._lock = RLock()  # pages ask from several threads
+        self._making: dict[tuple[Any, ...], Any] = {}  # each number is worked out once
+
+    @property
+    def path(self) -> Path:
+        """Where the run is now: the finished file, else the one being written."""
+        finished = self.given.with_name(self.given.name.removesuffix(".partial"))
+        written = finished.with_name(f"{finished.name}.partial")
+        if self.given.is_file():
+            return self.given
+        return finished if finished.is_file() or not written.is_file() else written
+
+    @cached_property
+    def name(self) -> str:
+        """The file's name, without where it lies."""
+        return self.given.name.removesuffix(".partial")
+
+    @property
+    def label(self) -> str:
+        """File and checkpoint, or the file alone where it cannot be read."""
+        try:
+            return f"{self.name} ({self.attributes()['checkpoint']})"
+        except SmeltscopeError:
+            return self.name
+
+    def version(self) -> str:
+        """Changes whenever the file does."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return "missing"
+        return f"{self.path.name} {stat.st_ino} {stat.st_mtime_ns} {stat.st_size}"
+
+    def trouble(self) -> str | None:
+        """Why the run cannot be shown, in words; None if it can."""
+        try:
+            self.root()
+        except SmeltscopeError as error:
+            return str(error)
+        return None
+
+    def attributes(self) -> dict[str, Any]:
+        """The root attributes, decoded."""
+        return self._once(("attributes",), lambda: attributes_of(self.root()))
+
+    def root(self) -> xr.DataTree:
+        """The run's labels and segments, no probe's arrays."""
+        return self._once(("root",), lambda: self._open(()))
+
+    def progress(self) -> tuple[int, int]:
+        """How many segments are done, and how many there will be."""
+        done = self.root()["segments"].dataset["done"].values == 1
+        return int(done.sum()), len(done)
+
+    def is_finished(self) -> bool:
+        """Whether no segment is missing."""
+        done, all_ = self.progress()
+        return done == all_
+
+    def probes(self) -> list[str]:
+        """The diagnostics that it holds, those with figures first, in the order of the figures."""
+        names = list(self.attributes()["identity"]["probes"])
+        order = list(FIGURES)
+        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+    def categories(self) -> list[str]:
+        """The categories of its documents."""
+        return np.unique(self.root()["segments"].dataset["category"].values).tolist()
+
+    def probe(self, name: str) -> Probe:
+        """A probe as the run was made with it; refused where this smeltscope does not know it."""
+        return self._once(("probe", name), lambda: self._probe_of(self.tree(name), name))
+
+    def definition(self, name: str) -> str:
+        """What the file says of a probe's numbers."""
+
+        def make() -> str:
+            with opened(self.path, "r") as file:
+                return str(file[group_name(name)].attrs.get("definition", ""))
+
+        return self._once(("definition", name), make)
+
+    def tree(self, name: str) -> xr.DataTree:
+        """The run with the arrays of one probe, of the segments that are done; the last one asked for is kept."""
+        tree = self._once(("tree", name), lambda: self._only_done(self._open((group_name(name),))))
+        with self._lock:
+            for key in [k for k in self._kept if k[0] == "tree" and k[1] != name]:
+                del self._kept[key]
+        return tree
+
+    def summary(self, name: str, category: str | None = None) -> xr.Dataset:
+        """What a probe found, in all documents or in those of one category."""
+
+        def make() -> xr.Dataset:
+            tree = self.tree(name)
+            if category is not None:
+                tree = restricted(tree, groups_of(tree, "category")[category])
+            with _WORKING:
+                return summarize(tree, self.probe(name), seed=self._seed)
+
+        return self._once(("summary", name, category), make)
+
+    def grouped(self, name: str, by: By) -> xr.Dataset:
+        """What a probe found in each group of documents by itself, along `group`."""
+
+        def make() -> xr.Dataset:
+            tree = self.tree(name)
+            with _WORKING:
+                return summarize_groups(
+                    tree, self.probe(name), groups_of(tree, by), seed=self._seed
+                )
+
+        return self._once(("grouped", name, by), make)
+
+    def patterns(self) -> xr.Dataset | None:
+        """The prompts whose attention the run holds whole; None where it holds none."""
+        tree = self.prompts()
+        return tree["dyck_patterns"].to_dataset() if "dyck_patterns" in tree.children else None
+
+    def prompts(self) -> xr.DataTree:
+        """What the viewer shows of the run: prompts kept whole, and heads ablated; nothing of a run that cannot be read."""
+
+        def make() -> xr.DataTree:
+            groups = []
+            for group in ("dyck_patterns", "dyck_heads"):
+                with suppress(SmeltscopeError):  # it has none
+                    groups.append((group, self._open((group,))))
+            if not groups:
+                return self.root()
+            tree = groups[0][1]
+            return tree.assign({name: part[name] for name, part in groups[1:]})
+
+        if self.trouble() is not None:
+            return xr.DataTree()
+        return self._once(("prompts",), make)
+
+    def compared(self, other: "RunFile", name: str) -> xr.Dataset:
+        """This run minus another one, paired by document, means over heads; refused where their data differ."""
+        return self._once(
+            ("compared", other.given, other.version(), name),
+            lambda: compare(
+                other.tree(name),
+                self.tree(name),
+                other.probe(name),
+                self.probe(name),
+                mean_over=HEADS,
+                seed=self._seed,
+            ),
+        )
+
+    def sentence(self, name: str) -> str:
+        """What a probe found, in a few sentences."""
+        return self._once(("sentence", name), lambda: self.probe(name).sentence(self.summary(name)))
+
+    def is_looped(self) -> bool:
+        """Whether some layer runs more than once."""
+        return bool((self.root().dataset["visit"] > 1).any())
+
+    def facts(self) -> dict[str, str]:
+        """What was run over what, and how."""
+        attributes, root = self.attributes(), self.root()
+        identity, config = attributes["identity"], attributes["model_config"]
+        segments = root["segments"].dataset
+        done, all_ = self.progress()
+        state = "finished" if done == all_ else f"{done:,} of {all_:,} segments done"
+        visits = f"{root.sizes['execution']} executions of {len(np.unique(root.dataset['layer']))} layers"
+        found = {
+            "state": state,
+            "checkpoint": f"{attributes['checkpoint']}, sha256 {identity['checkpoint_digest'][:16]}",
+            "model": f"{attributes['model_type']}, {visits}, {attributes['heads']['query']} heads",
+            "data": f"{int(segments['tokens'].sum()):,} tokens, {all_:,} segments of "
+            f"{len(np.unique(segments['document'])):,} documents, sha256 {identity['data_digest'][:16]}",
+            "notes on the data": " ".join(attributes["data_notes"]) or "none",
+            "number type, device": f"{identity['dtype']}, {identity['device']}",
+            "options": ", ".join(
+                f"{name.replace('_', ' ')} {identity[name]}"
+                for name in ("max_length", "sampled_queries", "sampled_tokens", "seed")
+            ),
+            "packages": ", ".join(f"{k} {v}" for k, v in attributes["packages"].items()),
+        }
+        if "residual_scale" in config:
+            found["loop"] = (
+                f"layers {config['loop_start']}:{config['loop_stop']} run {config['num_visits']} times, "
+                f"residual scale {config['residual_scale']:g}"
+            )
+        return found
+
+    @property
+    def _seed(self) -> int:
+        return int(self.attributes()["identity"]["seed"])
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], _Value]) -> _Value:
+        """What `make` gives, worked out anew when the file has changed."""
+        with self._lock:
+            version = self.version()
+            if version != self._kept_of:
+                self._kept, self._kept_of = {}, version
+            kept = self._kept
+            making = self._making.setdefault(key, RLock())
+        with (
+            making
+        ):  # one value at a time: what is there does not wait for what is being worked out
+            value: Any = kept.get(key, _MISSING)  # a tree may be let go of meanwhile
+            if value is _MISSING:
+                value = kept[key] = make()
+            return value
+
+    def _open(self, groups: Sequence[str]) -> xr.DataTree:
+        try:
+            return open_run(self.path, groups=groups)
+        except SmeltscopeError:
+            # It may just have been finished, and moved.
+            return open_run(self.path, groups=groups)
+
+    def _only_done(self, tree: xr.DataTree) -> xr.DataTree:
+        done = tree["segments"].dataset["done"].values == 1
+        if not done.any():
+            raise SmeltscopeError(f"{self.path.name} has no segment yet; look again in a while.")
+        return tree if done.all() else tree.isel(segment=np.flatnonzero(done))
+
+
+def baseline_of(run: RunFile, runs: Sequence[RunFile], name: str) -> RunFile | None:
+    """The Baseline of a run among others: over the same data, with this probe, no layer visited twice."""
+    if run.trouble() or not run.is_looped():
+        return None
+    for other in runs:
+        if other is run or other.trouble() or other.is_looped() or name not in other.probes():
+            continue
+        try:
+            check_comparable(run.root(), other.root())
+        except SmeltscopeError:
+            continue
+        return other
+    return None
+
+
+def holds_both(kind: FigureKind) -> bool:
+    """Whether a figure can show a run and its Baseline together."""
+    return any(key.startswith("baseline") for key in kind.takes)
+
+
+def context_for(
+    kind: FigureKind, run: RunFile, name: str, *, against: RunFile | None, category: str | None
+) -> dict[str, Any]:
+    """What a figure of a probe can be given besides the summary: another run, groups of documents, kept patterns."""
+    known: dict[str, Callable[[], Any]] = {}
+    if category is None:
+        known |= {f"by_{by}": partial(run.grouped, name, by) for by in GROUPED_BY}
+    if against is not None and name in against.probes():
+        known["baseline"] = partial(against.summary, name, category)
+        if category is None:
+            known |= {f"baseline_by_{by}": partial(against.grouped, name, by) for by in GROUPED_BY}
+    known["patterns"] = run.patterns
+    return {key: make() for key, make in known.items() if key in kind.takes}

@@ -1,0 +1,40 @@
+"""Run files for pages: what `probe view` and `probe report` are given."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smeltscope.errors import SmeltscopeError
+from smeltscope.registry import recorded_probe
+
+if TYPE_CHECKING:
+    from smeltscope.dashboards.runs import RunFile
+    from smeltscope.model import Checkpoint
+
+
+def run_files_of(paths: Sequence[Path]) -> "list[RunFile]":
+    """Run files by their paths; refused where a file is missing, or none of them can be shown."""
+    from smeltscope.dashboards.runs import RunFile
+
+    runs = [RunFile(path, recorded_probe) for path in paths]
+    for run in runs:
+        if run.version() == "missing":
+            raise SmeltscopeError(f"There is no run file {run.given}.")
+    troubles = [trouble for run in runs if (trouble := run.trouble()) is not None]
+    if len(troubles) == len(runs) and all(run.path.suffix != ".partial" for run in runs):
+        raise SmeltscopeError(troubles[0])
+    return runs
+
+
+def checkpoint_of_run(run: "RunFile") -> "Checkpoint":
+    """The checkpoint that a run was made with, as it was run, to be run again."""
+    from smeltscope.model import load_checkpoint
+
+    attributes = run.attributes()
+    identity = attributes["identity"]
+    loop = {name: identity[name] for name in ("visits", "residual_scale")}
+    return load_checkpoint(
+        attributes["checkpoint"],
+        dtype=identity["dtype"],
+        **(loop if attributes["model_type"] == "smelt" else {}),
+    )
