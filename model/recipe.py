@@ -136,6 +136,7 @@ class TrainingRecipe:
     accumulate: int = 1  # a step's rows are computed in so many batches
     checkpoint_activations: bool = False  # compute them again in the backward: less memory
     compile: bool = False  # torch.compile
+    shard: bool = False  # weights, gradients and optimiser are spread over torchrun's processes
     save_every: int = 500  # steps, as the next three
     keep_every: int = 0  # of these checkpoints none is removed
     log_every: int = 20

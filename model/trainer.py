@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Dataset
 from transformers import (
     PreTrainedModel,
@@ -16,15 +17,26 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    default_data_collator,
 )
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.losses import router_losses, token_losses
 from smeltscope.model.rows import Rows
 from smeltscope.model.run_folder import add_metrics, check_space, finish_checkpoint, last_good
+from smeltscope.model.sharding import (
+    local_part,
+    shard,
+    spread_optimizer_state,
+    whole_optimizer_state,
+    whole_weights,
+)
 
 # Looks at the model whenever it is evaluated, and names what it found.
 Watch = Callable[[PreTrainedModel], Mapping[str, float]]
+
+FLASH = "flash_attention_2"  # transformers' name for the package flash-attn
 
 BYTES_OF_PARAMETER = 12  # in a checkpoint: float32, as the two moments of AdamW are
 BYTES_BESIDE = 2_000_000  # states of schedule, generators and Trainer
@@ -57,11 +69,21 @@ class RowDataset(Dataset):
         return item
 
 
+def one_row(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of packed rows as one row, in which positions still tell the segments apart: (1, rows x context).
+
+    Each row, and the padding at its end, begins at position 0, as a segment does. transformers gives flash-attn
+    the borders of segments in batches of one row only, and mixes them in larger ones.
+    """
+    return {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+
+
 class SmeltTrainer(Trainer):
     """The stock Trainer with our losses, logged by category and expert; it keeps whole checkpoints only.
 
     `kept` are the steps whose checkpoints are written and stay; `watch` is called at each evaluation. Layers that are
-    `compiled` run uncompiled there: what looks into them would have them compiled again.
+    `compiled` run uncompiled there: what looks into them would have them compiled again. For the same reason
+    attention runs on PyTorch's kernels there. A `sharded` model is spread over the processes when training begins.
     """
 
     loss_is_scaled_for_ga = True
@@ -74,9 +96,12 @@ class SmeltTrainer(Trainer):
         kept: Collection[int] = (),
         watch: Watch | None = None,
         compiled: bool = False,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        self.sharded = sharded  # the Trainer asks for it while it is made
+        # With a tokenizer's own collator there would be an attention mask, and then positions would not separate segments.
+        super().__init__(data_collator=default_data_collator, **kwargs)
         self.compiled = compiled
         self.heldout = heldout
         self.router_z_loss = router_z_loss
@@ -107,10 +132,13 @@ class SmeltTrainer(Trainer):
         """
         config = self.accelerator.unwrap_model(model).config
         labels, real, category = (inputs.pop(name) for name in ("labels", "real", "category"))
+        if config._attn_implementation == FLASH and "position_ids" in inputs:
+            inputs = one_row(inputs)
         outputs = model(
             **inputs, use_cache=False
         )  # with a cache, positions would not separate segments
-        losses = token_losses(outputs.logits, labels)  # (row, position)
+        logits = outputs.logits.view(*labels.shape, -1)  # (row, position, token)
+        losses = token_losses(logits, labels)  # (row, position)
         routers = router_losses(outputs.router_logits, real, top_k=config.num_experts_per_tok)
         predicted = (labels[:, 1:] >= 0).sum(1)  # (row,)
         counted = predicted.sum() if num_items_in_batch is None else num_items_in_batch
@@ -178,10 +206,16 @@ class SmeltTrainer(Trainer):
         if self.evaluated[0] == self.state.global_step:  # the last step is a Trainer's epoch too
             return self.evaluated[1]
         began = time.perf_counter()
+        model: Any = self.model
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
-            metrics = heldout_loss(self.model, self.heldout, batch_rows=self.args.train_batch_size)
+            metrics = heldout_loss(model, self.heldout, batch_rows=self.args.train_batch_size)
             if self.watch is not None:
-                metrics |= self.watch(self.model)  # type: ignore[arg-type]
+                metrics |= self.watch(model)
+        model.set_attn_implementation(attention)
+        if self.sharded:
+            model.reshard()  # without a backward, the embeddings stay gathered
         self.log(dict(metrics))
         self.clock += time.perf_counter() - began  # speed is training's alone
         self.evaluated = (self.state.global_step, metrics)
@@ -192,7 +226,11 @@ class SmeltTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         began = time.perf_counter()
         parameters = list(self.model.parameters())  # type: ignore[union-attr]
-        if not all(bool(torch.isfinite(p).all()) for p in parameters):
+        finite = all(bool(torch.isfinite(local_part(p)).all()) for p in parameters)
+        broken: Any = self.accelerator.reduce(
+            torch.tensor(not finite, device=self.args.device).int()
+        )
+        if broken:  # anywhere, so that all processes stop
             raise SmeltscopeError(
                 f"Weights are no longer numbers after step {self.state.global_step}: "
                 f"{last_good(self.output)}; try a lower learning_rate."
@@ -205,6 +243,50 @@ class SmeltTrainer(Trainer):
             checkpoint = self.output / f"checkpoint-{self.state.global_step}"
             finish_checkpoint(checkpoint, kept=self.kept)
         self.clock += time.perf_counter() - began
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        main = self.is_world_process_zero()
+        weights = whole_weights(self.model, keep=main)  # type: ignore[arg-type]
+        if main:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = whole_optimizer_state(self.model, self.optimizer)  # type: ignore[arg-type]
+        if self.is_world_process_zero():
+            schedule: Any = self.lr_scheduler
+            torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.sharded:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state = {}
+        if self.is_world_process_zero():
+            state = torch.load(Path(checkpoint) / OPTIMIZER_NAME, map_location="cpu")
+        spread_optimizer_state(self.model, self.optimizer, state)  # type: ignore[arg-type]
+        schedule: Any = self.lr_scheduler
+        schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME))
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if not self.sharded:  # else it may be too big: each layer goes there when it is spread
+            super()._move_model_to_device(model, device)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sharded:  # a checkpoint's weights have been loaded by now, as into any model
+            mesh = init_device_mesh(self.args.device.type, (self.args.world_size,))
+            shard(self.model, mesh=mesh)  # type: ignore[arg-type]
+        # Of such a model the Trainer makes no DDP; it counts on more of its own only while training.
+        self.is_distributed_loading_by_transformers = self.sharded
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.is_distributed_loading_by_transformers = False
+        return prepared
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A checkpoint holds tied weights once, under one name: the other names are not missing.

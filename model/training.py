@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.utils import is_flash_attn_2_available
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.configuration import SmeltConfig
@@ -33,7 +34,14 @@ from smeltscope.model.run_folder import (
     write_curve,
 )
 from smeltscope.model.smelt import SmeltForCausalLM
-from smeltscope.model.trainer import BYTES_BESIDE, RowDataset, SmeltTrainer, Watch, silence
+from smeltscope.model.trainer import (
+    BYTES_BESIDE,
+    FLASH,
+    RowDataset,
+    SmeltTrainer,
+    Watch,
+    silence,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,20 +117,14 @@ def train_model(
         if (folder / "final").exists():
             return
         folder.mkdir(exist_ok=True)
-        config = build_config(recipe, tokenizer)
-        config.output_router_logits = True
-        config.use_cache = False
+        arguments = make_arguments(recipe, folder, device, steps=steps, decay_steps=decay_steps)
         set_seed(recipe.seed)
-        model = SmeltForCausalLM(config)
-        model.router_aux_loss_coef = 0.0  # the Trainer has a loss of its own for it
-        if (
-            training.compile
-        ):  # by layer: all of them take a compilation or two, the whole model minutes
-            for layer in model.model.layers:
-                layer.compile()
+        model = make_model(recipe, tokenizer)
+        if not arguments.use_cpu and is_flash_attn_2_available():
+            model.set_attn_implementation(FLASH)
         trainer = SmeltTrainer(
             model=model,
-            args=make_arguments(recipe, folder, device, steps=steps, decay_steps=decay_steps),
+            args=arguments,
             train_dataset=RowDataset(rows),
             eval_dataset=RowDataset(heldout),
             processing_class=tokenizer,  # every checkpoint has it: one can be probed as it is
@@ -131,6 +133,7 @@ def train_model(
             kept=_kept(recipe) if start is None else (),
             watch=watch,
             compiled=training.compile,
+            sharded=training.shard,
             callbacks=list(callbacks),
         )
         silence(trainer)
@@ -147,7 +150,7 @@ def train_model(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.evaluate()
         if trainer.is_world_process_zero():
-            save_final(model, tokenizer, folder / "final", run=folder, recipe=recipe)
+            save_final(tokenizer, folder / "final", run=folder, recipe=recipe)
         trainer.accelerator.wait_for_everyone()
 
     train_into(output, steps=training.total_steps, decay_steps=training.decay_steps, start=None)
@@ -177,22 +180,18 @@ def make_model(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> SmeltFor
 
 
 def save_final(
-    model: SmeltForCausalLM,
     tokenizer: "PreTrainedTokenizerBase",
     folder: Path,
     *,
     run: Path,
     recipe: Recipe,
 ) -> None:
-    """Write a model for use, in bfloat16, with its tokenizer, recipe and training curve.
-
-    `run` is the output folder of the training. The model is changed: its weights are rounded.
-    """
+    """Write the model of a run's last checkpoint for use, in bfloat16, with tokenizer, recipe and training curve."""
+    model = SmeltForCausalLM.from_pretrained(last_checkpoint(run), dtype=torch.bfloat16)
     needed = 2 * sum(p.numel() for p in model.parameters())
     check_space(run, needed + BYTES_BESIDE, "The finished model")
     model.config.output_router_logits = False
     model.config.use_cache = True
-    model.bfloat16()
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -234,6 +233,11 @@ def make_arguments(
         raise SmeltscopeError(
             f"A step's {recipe.batch_rows} rows cannot be shared among {processes} processes with "
             f"accumulate {training.accumulate}: batch_tokens / context must be a multiple of {batches}."
+        )
+    if training.shard and processes == 1:
+        raise SmeltscopeError(
+            "[training] shard spreads a model over several processes, and here is one: start them with torchrun "
+            "--nproc-per-node N -m smeltscope smelt train RECIPE, or leave shard out."
         )
     arguments = TrainingArguments(
         output_dir=str(output),

@@ -1,6 +1,7 @@
 """Training: the loss falls, a stopped run goes on as if nothing had happened, errors are sentences."""
 
 import csv
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,28 @@ import torch
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Qwen3MoeForCausalLM,
     TrainerCallback,
 )
+from transformers.utils import is_flash_attn_2_available
 
 from smeltscope.commands.sinks import watch_sinks
 from smeltscope.commands.train import train
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import tiny
+from smeltscope.model import SmeltForCausalLM, tiny
+from smeltscope.model.losses import router_losses
 from smeltscope.model.recipe import load_recipe
 from smeltscope.model.rows import Rows, load_rows
 from smeltscope.model.run_folder import changed_keys, last_checkpoint, open_run, whole_checkpoints
 from smeltscope.model.speed import qwen3_moe_like
-from smeltscope.model.trainer import RowDataset
+from smeltscope.model.trainer import FLASH, RowDataset, one_row
 from smeltscope.model.training import build_config, make_model, train_model
 
+FLASH_UTILS = "transformers.modeling_flash_attention_utils"
 RECIPE = """
 seed = 3
 [model]
@@ -350,6 +355,112 @@ def test_segments_of_a_packed_row_do_not_see_each_other() -> None:
     assert "position_ids" not in unpacked[0]
 
 
+def test_batch_laid_as_one_row_is_computed_as_before() -> None:
+    model = tiny("smelt").eval()
+    model.config.output_router_logits = True
+    given = torch.Generator().manual_seed(0)
+    labels = torch.randint(5, 60, (3, 12), generator=given)
+    positions = torch.tensor([[*range(5), *range(4), *range(3)], range(12), [0, *range(11)]])
+    real = torch.arange(12) < torch.tensor([9, 12, 12])[:, None]
+    batch = {"input_ids": labels, "position_ids": positions}
+    with torch.no_grad():
+        batched, laid = (model(**b, use_cache=False) for b in (batch, one_row(batch)))
+    assert laid.logits.shape[:2] == (1, 36)
+    assert (laid.logits.view_as(batched.logits) - batched.logits).abs().max() < 1e-5
+    ours, theirs = (router_losses(o.router_logits, real, top_k=2) for o in (laid, batched))
+    assert torch.equal(ours.load, theirs.load)
+    assert ours.balance.item() == pytest.approx(theirs.balance.item(), rel=1e-6)
+
+
+def packed_rows(rows: Rows) -> Rows:
+    """The same tokens, said to be segments of 11 tokens."""
+    columns, lengths = np.arange(rows.tokens.shape[1]), rows.lengths[:, None]
+    positions = np.where(columns < lengths, columns % 11, columns - lengths)
+    return replace(rows, positions=positions, predicted=rows.predicted & (positions > 0))
+
+
+def test_training_computes_each_segment_as_if_it_were_alone(
+    finished: Path, data: Path, tmp_path: Path
+) -> None:
+    given = parts(finished)
+    rows = given["rows"] = packed_rows(given["rows"])
+    run = run_recipe(data, given, tmp_path / "run", "steps = 1", "warmup_steps = 0")
+    torch.manual_seed(3)
+    model = make_model(load_recipe(data / "run.toml"), given["tokenizer"])
+    total, count = 0.0, 0
+    for row in range(8):  # those of step 1
+        length = rows.lengths[row]
+        begins = [*np.flatnonzero(rows.positions[row, :length] == 0), length]
+        for begin, end in itertools.pairwise(begins):
+            ids = torch.from_numpy(rows.tokens[row, begin:end].astype(np.int64))
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0]
+            predicted = torch.from_numpy(rows.predicted[row, begin:end])[1:]
+            total += float(
+                cross_entropy(logits[:-1][predicted], ids[1:][predicted], reduction="sum")
+            )
+            count += int(predicted.sum())
+    assert metrics(run)[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: Any = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """What the package computes, of (row, position, head, channel)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    attended = scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
+def test_flash_attn_is_told_the_segments_of_packed_rows(
+    finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments: list[list[int]] = []
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
+    ) -> torch.Tensor:
+        sizes = cu_seqlens_q.diff().tolist()
+        segments.append(sizes)
+        split = zip(*(x[None].split(sizes, dim=1) for x in (q, k, v)), strict=True)
+        return torch.cat([flash_attn_func(*qkv, **options)[0] for qkv in split])
+
+    def make_flash_model(recipe: Any, tokenizer: Any) -> Any:
+        model = make_model(recipe, tokenizer)
+        model.set_attn_implementation(FLASH)
+        return model
+
+    given = parts(finished)
+    for name in ("rows", "heldout"):
+        given[name] = packed_rows(given[name])
+    short = ("steps = 3", "warmup_steps = 1", "eval_every = 2")
+    plain = run_recipe(data, given, tmp_path / "plain", *short)
+    # transformers calls the package as ever, and this stands in for it.
+    kernels = (flash_attn_func, flash_attn_varlen_func, None, None, None)
+    monkeypatch.setattr(f"{FLASH_UTILS}._lazy_imports", lambda *_, **__: kernels)
+    monkeypatch.setattr(f"{FLASH_UTILS}._loaded_implementation", None)
+    monkeypatch.setattr(
+        SmeltForCausalLM, "_check_and_adjust_attn_implementation", lambda _, name, **__: name
+    )
+    monkeypatch.setattr("smeltscope.model.training.make_model", make_flash_model)
+    flash = run_recipe(data, given, tmp_path / "flash", *short)
+    monkeypatch.setattr(f"{FLASH_UTILS}._loaded_implementation", None)
+    first = given["rows"].positions[:8].ravel()
+    begins = np.flatnonzero(first == 0)
+    assert segments[0] == np.diff([*begins, first.size]).tolist()  # those of the first step
+    assert len(segments) == 3 * 6  # of each step and execution, not of evaluations
+    for ours, theirs in zip(metrics(flash), metrics(plain), strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"expert_load"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+
+
 @pytest.mark.slow
 def test_compiled_layers_learn_the_same(
     finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -614,3 +725,30 @@ def test_bfloat16_on_cuda(finished: Path, data: Path, tmp_path: Path) -> None:
     assert time.perf_counter() - began < 120
     losses = [line["loss"] for line in metrics(output) if "loss" in line]
     assert losses == pytest.approx([m["loss"] for m in metrics(finished) if "loss" in m], abs=0.1)
+
+
+@pytest.mark.cuda
+def test_flash_attn_on_cuda(
+    finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_flash_attn_2_available():  # asks for a CUDA device too
+        pytest.skip("needs a CUDA device and the package flash-attn")
+    given = {**parts(finished), "device": "cuda"}
+    given["rows"] = packed_rows(given["rows"])
+    seen = Implementations()
+    flash = run_recipe(data, given, tmp_path / "flash", callbacks=(seen,))
+    monkeypatch.setattr("smeltscope.model.training.is_flash_attn_2_available", lambda: False)
+    plain = run_recipe(data, given, tmp_path / "plain", callbacks=(seen,))
+    assert seen.names == [*[FLASH] * 12, *["sdpa"] * 12]
+    losses = [[m["loss"] for m in metrics(run) if "loss" in m] for run in (flash, plain)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
+class Implementations(TrainerCallback):
+    """What attention runs on, in every step."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.names.append(given["model"].config._attn_implementation)

@@ -1,4 +1,4 @@
-"""Training on two processes computes the gradients of one, with weights tied across visits."""
+"""Training on two processes computes what one does, with weights tied across visits, held twice (DDP) or spread."""
 
 import json
 import os
@@ -9,6 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from smeltscope.errors import SmeltscopeError
+from smeltscope.model.loading import load_checkpoint
+from smeltscope.model.recipe import load_recipe
+from smeltscope.model.training import make_arguments
 
 SCRIPT = """
 import sys
@@ -17,76 +23,72 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from smeltscope.model import SmeltConfig, SmeltForCausalLM
-from smeltscope.model.losses import router_losses, token_losses
+from smeltscope.commands.sinks import watch_sinks
 from smeltscope.model.recipe import load_recipe
 from smeltscope.model.rows import Rows
 from smeltscope.model.run_folder import open_run
-from smeltscope.model.sharding import shard
+from smeltscope.model.sharding import local_part
 from smeltscope.model.tokenizer import train_tokenizer
 from smeltscope.model.training import train_model
 
-here, out = Path(sys.argv[1]), Path(sys.argv[2])
+here, names = Path(sys.argv[1]), sys.argv[2:]
 torch.set_num_threads(1)
 
 
-class KeepGradients(TrainerCallback):
-    steps = []
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        named = model.named_parameters()
-        self.steps.append({n: p.grad.clone() for n, p in named})
+
+class Keep(TrainerCallback):
+    # The gradients that the optimiser gets, and how many numbers a process holds.
+    def __init__(self, stop):
+        self.stop, self.steps, self.held = stop, [], {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
+        named = list(model.named_parameters())
+        self.steps.append({n.removeprefix("module."): whole(p.grad) for n, p in named})
+        moments = [s["exp_avg"] for s in optimizer.state.values()]
+        held = {"weights": [p for _, p in named], "gradients": [p.grad for _, p in named], "moments": moments}
+        self.held = {n: sum(local_part(t).numel() for t in tensors) for n, tensors in held.items()}
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.stop:
+            raise KeyboardInterrupt
 
 
 rng = np.random.default_rng(0)
-tokens = np.cumsum(rng.integers(1, 4, (24, 16)), axis=1) % 250 + 5
-lengths = rng.integers(6, 17, 24)  # processes get different numbers of tokens
+tokens = np.cumsum(rng.integers(1, 4, (32, 16)), axis=1) % 250 + 5
+lengths = rng.integers(6, 17, 32)  # processes get different numbers of tokens
 columns = np.arange(16)
 rows = Rows(
     tokens=tokens.astype(np.int32),
     positions=np.where(columns < lengths[:, None], columns, columns - lengths[:, None]),
     predicted=(columns > 0) & (columns < lengths[:, None]),
     lengths=lengths,
-    category=np.arange(24) % 2,
+    category=np.arange(32) % 2,
     categories=("x", "y"),
 )
-recipe = load_recipe(here / f"{out.name}.toml", output=out)
 processes = PartialState(cpu=True)
 rank = processes.process_index
-if rank == 0:
-    open_run(recipe)
-processes.wait_for_everyone()
 tokenizer = train_tokenizer(["words and others (1) or [none] <at> all"] * 9, vocab_size=265, max_length=16)
-train_model(
-    recipe, tokenizer=tokenizer, rows=rows, heldout=rows, device="cpu", callbacks=(KeepGradients(),)
-)
-torch.save(KeepGradients.steps, here / f"{out.name}.rank{rank}.pt")
-
-if dist.is_initialized():  # the same for a model whose weights are spread
-    config = SmeltConfig(**recipe.model, vocab_size=265, output_router_logits=True)
-    torch.manual_seed(0)
-    whole = SmeltForCausalLM(config)
-    torch.manual_seed(0)
-    spread = shard(SmeltForCausalLM(config), mesh=init_device_mesh("cpu", (2,)))
-    ids = torch.from_numpy(tokens[:8])
-    all_real = torch.ones(4, 16, dtype=torch.bool)
-
-    def loss(model, ids):
-        outputs = model(ids, use_cache=False)
-        balance = router_losses(outputs.router_logits, all_real, top_k=2).balance
-        return token_losses(outputs.logits, ids).mean() + 0.1 * balance
-
-    (sum(loss(whole, half) for half in ids.chunk(2)) / 2).backward()
-    loss(spread, ids.chunk(2)[rank]).backward()
-    found = {
-        "whole": {n: p.grad for n, p in whole.named_parameters()},
-        "spread": {n: p.grad.full_tensor() for n, p in spread.named_parameters()},
-        "held": sum(p.to_local().numel() for p in spread.parameters()),
-        "all": sum(p.numel() for p in whole.parameters()),
-    }
-    torch.save(found, here / f"spread.rank{rank}.pt")
+for name in names:
+    recipe = load_recipe(here / f"{name}.toml", output=here / name)
+    if rank == 0:
+        open_run(recipe)
+    processes.wait_for_everyone()
+    for stop in (3, None) if name == "stopped" else (None,):
+        keep = Keep(stop)
+        try:
+            train_model(
+                recipe, tokenizer=tokenizer, rows=rows, heldout=rows, device="cpu", callbacks=(keep,),
+                watch=watch_sinks(rows),
+            )
+        except KeyboardInterrupt:
+            pass
+    torch.save((keep.steps, keep.held), here / f"{name}.rank{rank}.pt")
+if dist.is_initialized():
     dist.destroy_process_group()
 """
 RECIPE = """
@@ -110,13 +112,20 @@ heldout = ["text.jsonl"]
 context = 16
 [training]
 output = "run"
-steps = 3
+steps = 4
 batch_tokens = 128
 learning_rate = 1e-3
 warmup_steps = 1
 log_every = 1
 save_every = 2
+eval_every = 2
 """
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -126,43 +135,116 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert (ours[name] - gradient).abs().max() < 1e-5 * largest, name
 
 
-@pytest.mark.slow
-def test_two_processes_compute_the_gradients_of_one(tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text('{"text": "x"}')
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "two.toml").write_text(RECIPE + "checkpoint_activations = true")
-    (tmp_path / "one.toml").write_text(RECIPE + "accumulate = 2")  # the same batches, in turn
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+RUNS = {
+    "one": "accumulate = 4",  # the batches of two processes, in turn
+    "two": "accumulate = 2\ncheckpoint_activations = true",
+    "spread": "accumulate = 2\nshard = true",
+    "stopped": "accumulate = 2\nshard = true",
+    "again": "accumulate = 2\nshard = true\ncheckpoint_activations = true",
+}
 
-    def start(name: str, *launcher: str) -> Any:
-        command = [sys.executable, *launcher, tmp_path / "script.py", tmp_path, tmp_path / name]
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of RUNS: `one` of a single process, the others of two."""
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "text.jsonl").write_text('{"text": "x"}')
+    (folder / "script.py").write_text(SCRIPT)
+    for name, line in RUNS.items():
+        (folder / f"{name}.toml").write_text(RECIPE + line)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    one, *others = RUNS
+    for launcher, names in (((), [one]), (torchrun, others)):
+        command = [sys.executable, *launcher, folder / "script.py", folder, *names]
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=300, check=False
         )
         assert done.returncode == 0, done.stderr
+    return folder
 
-    start("one")
-    start("two", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    one, *two = (
-        torch.load(tmp_path / f"{name}.pt") for name in ("one.rank0", "two.rank0", "two.rank1")
-    )
-    for rank in two:
-        assert len(rank) == 3
-        for ours, theirs in zip(rank, one, strict=True):
+
+def kept(runs: Path, name: str) -> list[Any]:
+    """(gradients of each step, {what: how many numbers of it are held}) of each process."""
+    return [torch.load(path) for path in sorted(runs.glob(f"{name}.rank*.pt"))]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two", "spread", "again"])
+def test_two_processes_compute_what_one_does(runs: Path, name: str) -> None:
+    [(one, _)] = kept(runs, "one")
+    for steps, _ in kept(runs, name):
+        assert len(steps) == len(one) == 4
+        for ours, theirs in zip(steps, one, strict=True):
             assert_close(ours, theirs)
-    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two")]
-    assert len(logs[0]) == len(logs[1]) == 4  # of the first process alone
-    for ours, theirs in zip(*(map(json.loads, log) for log in logs), strict=True):
+    logs = metrics(runs / "one"), metrics(runs / name)
+    assert len(logs[0]) == len(logs[1]) == 6  # of the first process alone
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours.keys() == theirs.keys()
         assert ours.get("expert_load") == theirs.get("expert_load")
         for key in ours.keys() - {"tokens_per_second", "expert_load"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
-    checkpoint = tmp_path / "two" / "checkpoint-2"
+    checkpoint = runs / name / "checkpoint-2"
     states = {file.name for file in checkpoint.glob("rng_state*")}
     assert (checkpoint / "whole").exists() and states == {"rng_state_0.pth", "rng_state_1.pth"}
-    spread = [torch.load(tmp_path / f"spread.rank{rank}.pt") for rank in (0, 1)]
-    for found in spread:
-        assert_close(found["spread"], found["whole"])
-        assert found["held"] == pytest.approx(found["all"] / 2, rel=0.01)
-    assert (
-        sum(found["held"] for found in spread) == spread[0]["all"]
-    )  # a layer of three visits once
+
+
+@pytest.mark.slow
+def test_gradients_are_clipped_at_the_norm_of_all_processes(runs: Path) -> None:
+    norms = [line["grad_norm"] for line in metrics(runs / "spread") if "grad_norm" in line]
+    [(one, _), _] = kept(runs, "spread")
+    assert max(norms) > 1
+    for norm, gradients in zip(norms, one, strict=True):
+        clipped = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        assert clipped == pytest.approx(min(norm, 1), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_process_holds_its_part_of_a_spread_model(runs: Path) -> None:
+    [(_, whole)] = kept(runs, "one")
+    parts = [held for _, held in kept(runs, "spread")]
+    for name, count in whole.items():
+        assert sum(held[name] for held in parts) == count  # a layer of three visits once
+        assert all(held[name] == pytest.approx(count / 2, rel=0.01) for held in parts)
+
+
+@pytest.mark.slow
+def test_a_stopped_spread_run_goes_on_as_if_uninterrupted(runs: Path) -> None:
+    assert [len(steps) for steps, _ in kept(runs, "stopped")] == [
+        2,
+        2,
+    ]  # after the checkpoint of step 2
+    for ours, theirs in zip(metrics(runs / "stopped"), metrics(runs / "spread"), strict=True):
+        assert ours | {"tokens_per_second": 0} == theirs | {"tokens_per_second": 0}
+    for name in ("checkpoint-4", "final"):
+        assert_same(
+            *(load_file(runs / r / name / "model.safetensors") for r in ("stopped", "spread"))
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpoint-2", "checkpoint-4", "final"])
+def test_what_a_spread_run_writes_is_in_the_ordinary_format(runs: Path, name: str) -> None:
+    spread, two = (load_file(runs / run / name / "model.safetensors") for run in ("spread", "two"))
+    assert spread.keys() == two.keys()  # of tied weights the first visit's
+    if name != "final":  # in which one may be rounded up and the other down
+        assert_close(spread, two)
+    files = [{f.name for f in (runs / run / name).iterdir()} for run in ("spread", "two")]
+    assert files[0] == files[1]
+    model = load_checkpoint(runs / "spread" / name).model
+    tied = {**spread, **{tie: spread[source] for tie, source in model._tied_weights_keys.items()}}
+    assert_same(model.state_dict(), tied)
+
+
+def test_a_model_is_not_spread_over_one_process(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "x"}')
+    (tmp_path / "recipe.toml").write_text(RECIPE + "shard = true")
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    with pytest.raises(
+        SmeltscopeError, match="several processes, and here is one: start them with"
+    ):
+        make_arguments(recipe, tmp_path, "cpu", steps=1, decay_steps=0)
