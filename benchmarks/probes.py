@@ -169,18 +169,22 @@ def _read_by_probes(layer: Any) -> list[Any]:
 def timed(
     checkpoint: Checkpoint, cases: tuple[str, ...], length: int, batch_tokens: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of each case, taking turns so that a drifting machine hits all alike."""
+    """Seconds of each case, taking turns so that a drifting machine hits all alike.
+
+    Each runs twice and is timed the second time: in a run of many batches every batch comes after one of its kind, and
+    finds the caches and the allocator as that left them.
+    """
     runs = {case: made_case(checkpoint, case, length, batch_tokens) for case in cases}
     seconds: dict[str, list[float]] = {case: [] for case in cases}
     with torch.no_grad():
-        for turn in range(repeats + 1):
+        for _ in range(repeats):
             for case, run in runs.items():
+                run()
                 synchronize()
                 start = clock()
                 held = run()
                 synchronize()
-                if turn > 0:  # the first turn warms up
-                    seconds[case].append(clock() - start)
+                seconds[case].append(clock() - start)
                 del held
     return seconds
 

@@ -1,21 +1,60 @@
 """Whether time per token and memory stay the same however long a run is.
 
-    python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k]
+    python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k] [--repeats 3]
 
-Runs `probe batch` over the shipped held-out text, repeated as often as needed, each time in a process of its own, and
-prints processor seconds per token, start-up and bootstrap excluded (a run over 2,000 tokens), and the peak of resident memory.
+Runs `probe batch` over the shipped held-out text, repeated as often as needed: as many segments of the same lengths for each
+thousand tokens at every size. Each run has a process of its own, which first runs 2,000 tokens, so that what is loaded and
+made once for a model is not counted. Processor seconds are taken apart from within:
+
+- before: text is read, the model's sites are found, the run file is laid out.
+- pass: all batches, each with its forward, all probes and its rows written. Time per token is this one.
+- after: the run file is packed, and the tables are made, with their intervals from resampling.
+
+Sizes take turns, so that a drifting machine hits all alike; medians over the turns, with their range. Memory is the peak of
+resident memory in the first turn.
 """
 
 import argparse
 import gzip
 import json
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from smeltscope.tasks import shipped_heldout
+
+# `probe batch` as it is, twice, with a look at the clock around each batch and each write of the second.
+SCRIPT = """
+import json, resource, sys, time
+from smeltscope.cli import probe, run
+from smeltscope.probes import runner
+
+marks = []
+
+def marked(function):
+    def call(*args, **kwargs):
+        marks.append(time.process_time())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            marks.append(time.process_time())
+    return call
+
+runner.Measurement.__call__ = marked(runner.Measurement.__call__)
+runner.RunWriter.write = marked(runner.RunWriter.write)
+arguments = sys.argv[1:]
+for tokens in ("2k", arguments.pop(0)):
+    marks.clear()
+    begun = time.process_time()
+    code = run(probe, [*arguments, "--tokens", tokens])
+    ended = time.process_time()
+seconds = [marks[0] - begun, marks[-1] - marks[0], ended - marks[-1]]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([*seconds, peak]), file=sys.stderr)
+sys.exit(code)
+"""
 
 
 def main() -> None:
@@ -25,21 +64,26 @@ def main() -> None:
     parser.add_argument("--ckpt", default="smelt-tiny")
     parser.add_argument("--seconds-at", nargs="+", default=["10k", "200k"])
     parser.add_argument("--peak-at", nargs="+", default=["50k", "500k"])
+    parser.add_argument("--repeats", type=int, default=3, help="of the sizes of --seconds-at")
     options = parser.parse_args()
+    sizes = dict.fromkeys([*options.seconds_at, *options.peak_at])
+    found: dict[str, list[list[float]]] = {tokens: [] for tokens in sizes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         repeat_text(folder / "text", times=3)
-        start, _ = run(options.ckpt, folder, "2k")
-        print("| tokens | processor seconds, start-up aside | per 1,000 tokens | peak MB |")
-        print("|---|---|---|---|")
-        for tokens in dict.fromkeys([*options.seconds_at, *options.peak_at]):
-            seconds, peak = run(options.ckpt, folder, tokens)
-            number = float(tokens.removesuffix("k")) - 2
-            spent = seconds - start
-            print(
-                f"| {tokens} | {spent:.1f} | {spent / number:.4f} | {peak / 2**20:,.0f} |",
-                flush=True,
-            )
+        for turn in range(options.repeats):
+            for tokens in sizes if turn == 0 else options.seconds_at:
+                found[tokens].append(run(options.ckpt, folder, tokens))
+    print("| tokens | before | pass | after | pass per 1,000 tokens | peak MB |")
+    print("|---|---|---|---|---|---|")
+    for tokens, runs in found.items():
+        before, whole, after = (statistics.median(run[i] for run in runs) for i in range(3))
+        each = sorted(run[1] / float(tokens.removesuffix("k")) for run in runs)
+        spread = f" [{each[0]:.4f}, {each[-1]:.4f}]" if len(runs) > 1 else ""
+        print(
+            f"| {tokens} | {before:.1f} | {whole:.1f} | {after:.1f} "
+            f"| {statistics.median(each):.4f}{spread} | {runs[0][3] / 2**20:,.0f} |"
+        )
 
 
 def repeat_text(folder: Path, times: int) -> None:
@@ -55,31 +99,14 @@ def repeat_text(folder: Path, times: int) -> None:
                     file.write(json.dumps({**row, "text": f"{copy} {row['text']}"}) + "\n")
 
 
-def run(ckpt: str, folder: Path, tokens: str) -> tuple[float, int]:
-    """Processor seconds and peak bytes of one `probe batch`."""
-    script = (
-        "import sys; from smeltscope.cli import probe, run; import resource; "
-        "code = run(probe, sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        script,
-        "batch",
-        "--ckpt",
-        ckpt,
-        "--data",
-        str(folder / "text"),
-    ]
-    command += ["--tokens", tokens, "--out", str(folder / "run.h5"), "--force", "-q"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def run(ckpt: str, folder: Path, tokens: str) -> list[float]:
+    """Processor seconds before, in and after the pass of one `probe batch`, and its peak memory in bytes."""
+    command = [sys.executable, "-c", SCRIPT, tokens, "batch", "--ckpt", ckpt]
+    command += ["--data", str(folder / "text"), "--out", str(folder / "run.h5"), "--force", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, int(done.stderr.split()[-1]) * 1024
+    return json.loads(done.stderr.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """attention-sink: how much attention rests on a segment's first token, by head, layer and visit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -377,9 +377,6 @@ def measure_sink(
 ) -> dict[str, Tensor]:
     """The numbers of `AttentionSink` for one execution: each (B,), (B, H), (B, bin), (B, H, bin) or (B, H, key)."""
     rows, _, queries, _ = attention.query.shape
-    # Products of what the kernel got, which is not contiguous, take longer than a copy.
-    query, key = attention.query.contiguous(), attention.key.contiguous()
-    attention = replace(attention, query=query, key=key)
     positions = torch.arange(queries, device=lengths.device)
     first = torch.zeros(rows, 1, dtype=torch.long, device=lengths.device)
     sees_first = attention.sees(first)[..., 0]  # (B, Q)
@@ -391,15 +388,16 @@ def measure_sink(
     near = torch.arange(min(NEARBY_KEYS + 1, queries), device=lengths.device)
     heaviest_key = _heaviest_key(attention, counted)  # (B, H)
     keys = torch.cat([near.expand(*heaviest_key.shape, -1), heaviest_key[..., None]], dim=2)
-    mass = attention.mass_on(keys)  # (B, H, Q, 6): keys 0 to 4, and the heaviest
-    alpha = _sink_alpha(mass[..., 0], lengths)
-    mass = mass.masked_fill_(~counted[:, None, :, None], 0.0)
-    sink = mass[..., 0]  # (B, H, Q)
+    mass = attention.mass_on(keys).mT  # (B, H, 6, Q): keys 0 to 4, and the heaviest
+    alpha = _sink_alpha(mass[:, :, 0], lengths)
+    mass.masked_fill_(~counted[:, None, None], 0.0)
+    sink = mass[:, :, 0]  # (B, H, Q)
     uniform = counted / attention.keys_seen()  # (B, Q)
 
     in_bin = position_bins(queries, lengths.device)  # (Q, bin)
 
-    sink_sum, heaviest_sum = sink.sum(2), mass[..., -1].sum(2)
+    sums = mass.sum(3)  # (B, H, 6)
+    sink_sum, heaviest_sum = sums[..., 0], sums[..., -1]
     # A sample of queries may miss it, but the first token is never passed over for a lighter key.
     heaviest_key = heaviest_key.masked_fill(sink_sum >= heaviest_sum, 0)
     none_counted = ~counted.any(1)
@@ -412,7 +410,7 @@ def measure_sink(
         "uniform_by_position_sum": uniform @ in_bin,
         "sink_mass_by_position_sum": sink @ in_bin,
         # A key that a short batch does not have got no mass.
-        "nearby_mass_sum": pad(mass[..., 1:-1].sum(2), (0, NEARBY_KEYS + 1 - len(near))),
+        "nearby_mass_sum": pad(sums[..., 1:-1], (0, NEARBY_KEYS + 1 - len(near))),
         "heaviest_mass_sum": torch.maximum(heaviest_sum, sink_sum),
         "heaviest_key": heaviest_key.float().masked_fill_(none_counted[:, None], torch.nan),
         "sink_alpha": alpha,

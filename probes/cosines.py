@@ -3,12 +3,13 @@
 Letters in shapes: B segments, S sampled tokens, H heads (or whatever else a token has several vectors of), D size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from smeltscope.probes.sampling import take
+from smeltscope.probes.sampling import Sample
 
 SHORTEST = 1e-15  # the squares of shorter vectors underflow: they have no direction
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
@@ -40,24 +41,30 @@ class Vectors:
         norms = _norm(values)
         return Vectors(values=values, norms=norms.where(norms > _ROUNDING * _norm(mean), 0.0))
 
-    def at(self, index: Tensor) -> "Vectors":
-        """For each token the vectors of another: `index` (B, S) among the sampled ones."""
-        return Vectors(values=take(self.values, index), norms=take(self.norms, index))
-
-    def cosines(self, other: "Vectors") -> tuple[Tensor, Tensor]:
-        """Cosines with the vectors of `other` by head (B, S, H), and of all heads' vectors as one (B, S).
-
-        NaN where one has no direction. The second is no mean of the first: heads weigh in it by the product of
-        their norms.
-        """
-        dot = (self.values * other.values).sum(-1)
-        together = _over(dot.sum(-1), _norm(self.norms), _norm(other.norms))
-        return _over(dot, self.norms, other.norms), together
+    def at(self, others: Sample) -> "Vectors":
+        """For each token the vectors of another: `others` are places (B, S) among the sampled ones."""
+        return Vectors(values=others.take(self.values), norms=others.take(self.norms))
 
     def matrix(self) -> Tensor:
         """Cosines of each two vectors of a token: (B, S, H, H); NaN where one has no direction."""
         dot = self.values @ self.values.mT
         return _over(dot, self.norms[..., None], self.norms[..., None, :])
+
+
+def cosines(
+    pairs: Sequence[tuple[Vectors, Vectors]], parts: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines of each two by head (pair * B, S, H), and of several heads' vectors as one (pair * B, S, part).
+
+    `parts` are the numbers of heads that follow one another in each part; without it all heads are one. NaN where one has no
+    direction. The second is no mean of the first: heads weigh in it by the product of their norms.
+    """
+    dot = torch.cat([(a.values * b.values).sum(-1) for a, b in pairs])
+    norms = [torch.cat([vectors.norms for vectors in side]) for side in zip(*pairs, strict=True)]
+    parts = [dot.shape[2]] if parts is None else list(parts)
+    whole = torch.stack([part.sum(-1) for part in dot.split(parts, 2)], 2)
+    whole_norms = [torch.stack([_norm(part) for part in n.split(parts, 2)], 2) for n in norms]
+    return _over(dot, *norms), _over(whole, *whole_norms)
 
 
 def sums(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smeltscope.activations import Variable
 from smeltscope.model import Execution
-from smeltscope.probes.cosines import Vectors, blocks, sums
+from smeltscope.probes.cosines import Vectors, blocks, cosines, sums
 from smeltscope.probes.labels import over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.sampling import Sample
@@ -123,8 +123,7 @@ class QkvSimilarity(Probe):
             layer = shape.layers[execution.index]
             before = stages_of(earlier[pair.earlier], layer, execution.layer)
             now = stages_of(sampled, layer, execution.layer)
-            for stage in before.keys() & now.keys():
-                measured = measure_stage(before[stage], now[stage], batch.tokens)
+            for stage, measured in measure_stages(before, now, batch.tokens).items():
                 for prefix, dimension, heads, _ in _ARRAYS:
                     if stage not in dimensions[dimension]:
                         continue
@@ -198,6 +197,7 @@ class QkvSimilarity(Probe):
         return sentence(summary)
 
 
+_MEASURED = ("cosine_sum", "cosine_count", "head_cosine_sum", "head_cosine_count")
 _projections: WeakKeyDictionary[nn.Module, tuple[int, Tensor]] = WeakKeyDictionary()
 
 
@@ -242,32 +242,48 @@ def random_values(layer: nn.Module, seed: int) -> Tensor | None:
     return known[1]
 
 
-def measure_stage(first: Tensor, second: Tensor, tokens: Sample) -> dict[str, Tensor]:
-    """The cosines of `QkvSimilarity` between a stage's vectors (B, S, H, D) at two visits.
+def measure_stages(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], tokens: Sample
+) -> dict[str, dict[str, Tensor]]:
+    """The cosines of `QkvSimilarity` between the vectors (B, S, H, D) of each stage at two visits.
 
-    `cosine_sum` and `cosine_count` (B, compared), `head_cosine_sum` and `head_cosine_count` (B, compared, H).
+    `cosine_sum` and `cosine_count` (B, compared), `head_cosine_sum` and `head_cosine_count` (B, compared, H). Stages of one
+    size D are measured at once: there is so little to do for each that calls would take most of the time.
     """
-    partners = tokens.partners()
-    parts = [
-        _measure(first[part], second[part], tokens.valid[part], partners[part])
-        for part in blocks(len(first), first[0].numel())
-    ]
-    names = ("cosine_sum", "cosine_count", "head_cosine_sum", "head_cosine_count")
-    return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(names)}
+    by_size: dict[int, list[str]] = {}
+    for stage in first:
+        if stage in second:
+            by_size.setdefault(first[stage].shape[-1], []).append(stage)
+    found = {}
+    for stages in by_size.values():
+        heads = [first[stage].shape[2] for stage in stages]
+        size = sum(first[stage][0].numel() for stage in stages)
+        parts = []
+        for part in blocks(len(tokens.valid), size):
+            one, other = (torch.cat([v[s][part] for s in stages], 2) for v in (first, second))
+            parts.append(_measure(one, other, heads, tokens.rows(part.start, part.stop)))
+        together, counts, *by_head = (torch.cat(values) for values in zip(*parts, strict=True))
+        for i, (stage, *of_heads) in enumerate(
+            zip(stages, *(values.split(heads, 2) for values in by_head), strict=True)
+        ):
+            values = together[..., i], counts[..., i], *of_heads
+            found[stage] = dict(zip(_MEASURED, values, strict=True))
+    return found
 
 
-def _measure(first: Tensor, second: Tensor, valid: Tensor, partners: Tensor) -> list[Tensor]:
-    paired = valid & (partners != torch.arange(partners.shape[1], device=partners.device))
+def _measure(first: Tensor, second: Tensor, heads: Sequence[int], tokens: Sample) -> list[Tensor]:
+    """Sums and counts by stage (B, compared, stage), of `heads` heads each, and by head (B, compared, H)."""
+    valid, partners = tokens.valid, tokens.partners
     one, other = Vectors.of(first), Vectors.of(second)
     one_centred, other_centred = one.centred(valid), other.centred(valid)
-    cosines = (
-        one.cosines(other),
-        one_centred.cosines(other_centred),
-        one.cosines(other.at(partners)),
-        one_centred.cosines(other_centred.at(partners)),
+    pairs = (
+        (one, other),
+        (one_centred, other_centred),
+        (one, other.at(partners)),
+        (one_centred, other_centred.at(partners)),
     )
-    by_head, together = (torch.cat(values) for values in zip(*cosines, strict=True))
-    counted = torch.cat([valid, valid, paired, paired])
+    by_head, together = cosines(pairs, heads)
+    counted = torch.cat([valid, valid, partners.valid, partners.valid])
     measured = *sums(together, counted), *sums(by_head, counted)
     return [values.unflatten(0, (len(COMPARED), -1)).transpose(0, 1) for values in measured]
 

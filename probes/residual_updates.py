@@ -129,9 +129,14 @@ class ResidualUpdates(Probe):
         sites: Mapping[str, Any],
         earlier: Mapping[int, "_Kept"],
     ) -> "_Kept | None":
-        residual = sites["resid_pre"]
-        vectors = {**sites, "update": sites["resid_post"].float() - residual.float()}
-        norms = {name: _norm(vectors[name]) for name in VECTORS if name in vectors}
+        residual, after = sites["resid_pre"], sites["resid_post"]
+        norms = {name: _norm(sites[name]) for name in VECTORS if name in sites}
+        norms["update"] = torch.cat(
+            [
+                _norm(after[rows].float() - residual[rows].float())
+                for rows in blocks(*residual.flatten(1).shape)
+            ]
+        )
         measured = measure_sizes(
             _norm(residual), norms["update"], batch.counted, residual.shape[-1]
         )
@@ -149,21 +154,19 @@ class ResidualUpdates(Probe):
             now, then = (torch.stack([n[name] for name in both], 1) for n in (norms, before))
             for statistic, values in ratio_sums(now, then, batch.counted[:, None]).items():
                 arrays[f"norm_{statistic}"][:, pair.layer, pair.pair, places] = values.cpu().numpy()
-        parts = [w for w in WRITES[1:] if w in vectors]
-        known = parts if len(parts) == 2 else ["update", *parts]
-        kept = _Kept(
-            norms={} if batch.shape.is_last_visit(execution) else norms,
-            writes={w: batch.tokens.take(vectors[w]) for w in known},
-        )
+        writes = {w: batch.tokens.take(sites[w]) for w in WRITES[1:] if w in sites}
+        if len(writes) < 2:
+            given, got = (batch.tokens.take(stream).float() for stream in (after, residual))
+            writes["update"] = given - got
+        kept = _Kept(norms={} if batch.shape.is_last_visit(execution) else norms, writes=writes)
         if execution != batch.shape.executions[-1]:
             return kept
-        writes = {index: other.writes for index, other in earlier.items()}
-        writes[execution.index] = kept.writes
+        all_writes = {i: other.writes for i, other in earlier.items()} | {execution.index: writes}
         for number, write in enumerate(WRITES):
-            those = [i for i, found in writes.items() if write == "update" or write in found]
+            those = [i for i, found in all_writes.items() if write == "update" or write in found]
             index = np.array(those)
             for name, values in cosine_sums(
-                write, [writes[i] for i in those], batch.tokens
+                write, [all_writes[i] for i in those], batch.tokens
             ).items():
                 arrays[name][:, index[:, None], index, number] = values.cpu().numpy()
         return None

@@ -312,13 +312,20 @@ def measure_pair(
 
 def shared_experts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Which experts of sets `a` (B, T, k) are in sets `b`, and which of `b` in `a`: (B, T, k) each, bool."""
-    same = a[..., :, None] == b[..., None, :]  # (B, T, k, k)
-    return same.any(-1), same.any(-2)
+    same = _same(a, b)
+    return same.any(1).movedim(0, -1), same.any(0).movedim(0, -1)
 
 
 def overlap(a: Tensor, b: Tensor) -> Tensor:
     """How many experts two sets (B, T, k) share: (B, T), int64."""
-    return (a[..., :, None] == b[..., None, :]).flatten(-2).sum(-1)
+    return _same(a, b).sum((0, 1))
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Which experts of sets `a` (B, T, k) are which of sets `b`: (k, k, B, T), bool."""
+    # Tokens come last in memory: a few experts at a time would be compared four times as slowly.
+    a, b = (experts.movedim(-1, 0).contiguous() for experts in (a, b))
+    return a[:, None] == b
 
 
 def _previous(batch: Batch) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from smeltscope import __version__
 from smeltscope.activations import (
+    Attention,
     Fixed,
     RunWriter,
     Schema,
@@ -215,7 +216,11 @@ class Measurement:
             if current is None:
                 return
             if self.with_rows and "attention" in values:
-                values["rows"] = rows_of(values["attention"], batch.queries)
+                attention: Attention = values["attention"]
+                # Copied once here, not in the products of several probes.
+                key, value = attention.key.contiguous(), attention.value.contiguous()
+                values["attention"] = attention = replace(attention, key=key, value=value)
+                values["rows"] = rows_of(attention, batch.queries)
             for probe in self.probes:
                 found = {site: values[site] for site in probe.sites if site in values}
                 if found:

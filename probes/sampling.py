@@ -2,7 +2,8 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,36 +16,49 @@ class Sample:
 
     positions: Tensor  # (B, S), int64
     valid: Tensor  # (B, S), bool
+    # What is made of it once for a batch, whose executions have the same samples.
+    _flat: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _parts: dict[tuple[int, int], "Sample"] = field(default_factory=dict, init=False, repr=False)
 
     def equals(self, other: "Sample") -> bool:
         """Whether these are the same positions, of which the same are valid."""
-        return torch.equal(self.positions, other.positions) and torch.equal(self.valid, other.valid)
+        return self is other or (
+            torch.equal(self.positions, other.positions) and torch.equal(self.valid, other.valid)
+        )
 
     def take(self, values: Tensor) -> Tensor:
         """`values` (B, T, ...) at the positions: (B, S, ...)."""
-        return take(values, self.positions)
+        length = values.shape[1]
+        if length not in self._flat:
+            rows = torch.arange(len(values), device=values.device)[:, None]
+            self._flat[length] = (rows * length + self.positions).flatten()
+        flat = self._flat[length]
+        if not values.is_contiguous():
+            return values[flat // length, flat % length].unflatten(0, self.positions.shape)
+        # Several times faster on the CPU: whole tokens are copied, not number by number.
+        return values.flatten(0, 1).index_select(0, flat).unflatten(0, self.positions.shape)
 
-    def partners(self) -> Tensor:
-        """For each sample another one of its row, half the sample further on: index (B, S); itself where it is alone."""
+    @cached_property
+    def partners(self) -> "Sample":
+        """For each sample another one of its row, half the sample further on: its place among them; itself where it is
+        alone, which is not valid."""
         number = self.valid.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
         index = torch.arange(self.positions.shape[1], device=self.positions.device)
-        return (index + number // 2) % number
+        partners = (index + number // 2) % number
+        return Sample(positions=partners, valid=self.valid & (partners != index))
 
     def slice(self, start: int, stop: int) -> "Sample":
         """The samples `start:stop` of every row."""
-        return Sample(
-            positions=self.positions[:, start:stop].contiguous(), valid=self.valid[:, start:stop]
-        )
+        if (start, stop) not in self._parts:
+            positions = self.positions[:, start:stop].contiguous()
+            self._parts[start, stop] = Sample(positions=positions, valid=self.valid[:, start:stop])
+        return self._parts[start, stop]
 
-
-def take(values: Tensor, index: Tensor) -> Tensor:
-    """`values` (B, T, ...) at an `index` (B, S) of each row: (B, S, ...)."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    if not values.is_contiguous():
-        return values[rows, index]
-    # Several times faster on the CPU: whole tokens are copied, not number by number.
-    flat = (rows * values.shape[1] + index).flatten()
-    return values.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
+    def rows(self, start: int, stop: int) -> "Sample":
+        """The samples of the rows `start:stop`; itself where those are all."""
+        if start == 0 and stop >= len(self.positions):
+            return self
+        return Sample(positions=self.positions[start:stop], valid=self.valid[start:stop])
 
 
 def segment_seed(document_id: str, tokens: np.ndarray, seed: int) -> list[int]:

@@ -212,18 +212,15 @@ def measure_swap(then: Visit, now: Visit, regions: Regions) -> dict[str, Tensor]
     values = torch.cat([value, now.value.float() - value], dim=-1)  # (B, G, K, 2 D)
     blocks = list(zip(then.rows, now.rows, strict=True))
     masses = [_masses(a, b, keys_change, regions) for a, b in blocks]
-    reads = torch.cat([_reads(a, b, values) for a, b in blocks], dim=3)  # (B, H, 4, S, D)
-    valid = torch.cat([b.queries.valid for _, b in blocks], dim=1)  # (B, S)
-    reads = reads.masked_fill_(~valid[:, None, None, :, None], 0.0).flatten(3)
-    read, terms = reads[:, :, :1], reads[:, :, 1:]
-    change = terms.sum(2, keepdim=True)  # (B, H, 1, S * D)
+    products = torch.stack([_products(a, b, values) for a, b in blocks]).sum(0)
+    squares = products.diagonal(dim1=2, dim2=3)  # of the earlier reading, the terms and their sum
     return {
-        "queries": valid.sum(1),
+        "queries": torch.stack([b.queries.valid.sum(1) for _, b in blocks]).sum(0),
         "mass_sum": torch.stack(masses).sum(0),
-        "term_dot_sum": (terms * change).sum(3),
-        "term_square_sum": terms.square().sum(3),
-        "change_square_sum": change.square().sum((2, 3)),
-        "read_square_sum": read.square().sum((2, 3)),
+        "term_dot_sum": products[:, :, 1:-1, -1],
+        "term_square_sum": squares[:, :, 1:-1],
+        "change_square_sum": squares[:, :, -1],
+        "read_square_sum": squares[:, :, 0],
     }
 
 
@@ -242,9 +239,14 @@ def _masses(then: Rows, now: Rows, keys_change: Tensor, regions: Regions) -> Ten
     return torch.stack([regions.sums(mass, now.queries) for mass in masses], dim=3)
 
 
-def _reads(then: Rows, now: Rows, values: Tensor) -> Tensor:
-    """What heads read at the earlier visit, and the terms of its change: (B, H, 1 + term, N, D)."""
+def _products(then: Rows, now: Rows, values: Tensor) -> Tensor:
+    """Of what heads read at the earlier visit, the terms of its change and the change itself, each with each, summed over
+    queries: (B, H, 5, 5)."""
     mass = torch.cat([then.mass, now.mass - then.mass], dim=2)
     read = values_of(mass, values).unflatten(2, (2, -1))  # (B, H, 2, N, 2 D)
     (then_then, then_change), (moved, both) = (part.chunk(2, dim=-1) for part in read.unbind(2))
-    return torch.stack([then_then, moved, then_change, both], dim=2)
+    reads = torch.stack([then_then, moved, then_change, both, moved + then_change + both], dim=2)
+    if not now.queries.valid.all():
+        reads.masked_fill_(~now.queries.valid[:, None, None, :, None], 0.0)
+    reads = reads.flatten(3)  # (B, H, 5, N * D)
+    return reads @ reads.mT

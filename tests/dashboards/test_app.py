@@ -110,8 +110,14 @@ def pick(tab: Any, label: str, option: str) -> None:
 @pytest.mark.slow
 def test_the_overview(tab: Any, served: Served) -> None:
     tab.goto(served.address)
-    tab.wait_for_selector("text=experts shared by two visits")
-    tab.wait_for_selector("text=nats per token")
+    # every section comes when its summary is made
+    for words in (
+        "sink mass at visit 2",
+        "experts shared by two visits",
+        "nats per token",
+        "no segment yet",
+    ):
+        tab.wait_for_selector(f"text={words}")
     text = text_of(tab)
     for words in ("2 to 3 of 8 at S", "not reported", "below 0 in nearly all", "smeltscope"):
         assert words in text  # the paper's range beside the number

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smeltscope.probes.cosines import SHORTEST, Vectors, sums
+from smeltscope.probes.cosines import cosines as cosines_of
+from smeltscope.probes.sampling import Sample
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -15,7 +17,8 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def cosines(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return Vectors.of(first).cosines(Vectors.of(second))
+    by_head, together = cosines_of([(Vectors.of(first), Vectors.of(second))])
+    return by_head, together[..., 0]
 
 
 def matrix(vectors: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ def test_centred_like_loops():
         norms = (vectors[b, :n].double() - mean).norm(dim=-1)
         torch.testing.assert_close(found.norms[b, :n].double(), norms, atol=1e-6, rtol=1e-6)
     assert (found.values[2, 0] == 0).all()  # all there is
-    assert all(v[2, 0].isnan().all() for v in found.cosines(found))
+    assert all(v[2, 0].isnan().all() for v in cosines_of([(found, found)]))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 7, 63, 64])
@@ -66,7 +69,7 @@ def test_tokens_that_are_all_alike_have_no_centred_direction(number):
     """Rounding of the mean leaves vectors of noise, whose cosine would be a number like any other."""
     vectors = normal(1, 1, 3, 128).expand(1, number, 3, 128).contiguous()
     found = Vectors.of(vectors).centred(torch.ones(1, number, dtype=torch.bool))
-    assert all(values.isnan().all() for values in (*found.cosines(found), found.matrix()))
+    assert all(values.isnan().all() for values in (*cosines_of([(found, found)]), found.matrix()))
 
 
 def test_a_vector_of_length_0_has_no_cosine():
@@ -119,6 +122,19 @@ def test_the_mean_over_heads_is_not_the_cosine_of_the_concatenation():
     assert together.item() == pytest.approx(0.970, abs=1e-6)
 
 
+def test_parts_and_pairs_are_as_each_alone():
+    """Heads 0, 1 to 3 and 4 as three parts, and two pairs at once."""
+    first, second = normal(2, 3, 5, 4), normal(2, 3, 5, 4, seed=1)
+    a, b = Vectors.of(first), Vectors.of(second)
+    by_head, together = cosines_of([(a, b), (b, b)], [1, 3, 1])
+    for number, one in enumerate((first, second)):
+        rows = slice(2 * number, 2 * number + 2)
+        torch.testing.assert_close(by_head[rows], cosines(one, second)[0])
+        for part, heads in enumerate((slice(0, 1), slice(1, 4), slice(4, 5))):
+            alone = cosines(one[:, :, heads], second[:, :, heads])[1]
+            torch.testing.assert_close(together[rows, :, part], alone)
+
+
 def test_sums_leave_out_what_has_no_value():
     values = torch.tensor([[[1.0], [torch.nan], [3.0], [10.0]], [[torch.nan]] * 4])
     counted = torch.tensor([[True, True, True, False], [True] * 4])
@@ -131,7 +147,7 @@ def test_sums_leave_out_what_has_no_value():
 def test_at_takes_another_token():
     vectors = normal(2, 3, 2, 4)
     index = torch.tensor([[1, 2, 0], [0, 0, 1]])
-    found = Vectors.of(vectors).at(index)
+    found = Vectors.of(vectors).at(Sample(positions=index, valid=index >= 0))
     for b in range(2):
         for t in range(3):
             assert torch.equal(found.values[b, t], vectors[b, index[b, t]])

@@ -13,13 +13,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from smeltscope.activations import capture
 from smeltscope.model import executions_of, tiny
 from smeltscope.probes import RunOptions, summarize
-from smeltscope.probes.cosines import Vectors
+from smeltscope.probes.cosines import Vectors, cosines
 from smeltscope.probes.qkv_similarity import (
     KEY_STAGES,
     QUERY_STAGES,
     RANDOM,
     QkvSimilarity,
-    measure_stage,
+    measure_stages,
     random_values,
 )
 from smeltscope.probes.runner import model_shape
@@ -231,13 +231,12 @@ def test_rotation_changes_no_cosine_at_one_position(run_of, make_heldout):
     for site, name in (("q_norm", "query"), ("k_norm", "key")):
         plain = [Vectors.of(run[e, site]) for e in (1, 4)]
         rotated = [Vectors.of(getattr(run[e, "attention"], name).transpose(1, 2)) for e in (1, 4)]
-        for one, other in zip(
-            plain[0].cosines(plain[1]), rotated[0].cosines(rotated[1]), strict=True
-        ):
+        for one, other in zip(cosines([(*plain,)]), cosines([(*rotated,)]), strict=True):
             assert (one - other).abs().max() < 5e-7
-        partner = torch.arange(40).roll(7)[None]
-        one = plain[0].cosines(plain[1].at(partner))[0]
-        other = rotated[0].cosines(rotated[1].at(partner))[0]
+        index = torch.arange(40).roll(7)[None]
+        partner = Sample(positions=index, valid=index >= 0)
+        one = cosines([(plain[0], plain[1].at(partner))])[0]
+        other = cosines([(rotated[0], rotated[1].at(partner))])[0]
         assert (one - other).abs().max() > 0.1
 
 
@@ -264,7 +263,7 @@ def test_unrelated_vectors_are_at_the_floor():
 
 
 def _means(first: torch.Tensor, second: torch.Tensor) -> list[float]:
-    found = measure_stage(first, second, sample(*first.shape[:2]))
+    found = measure_stages({"X": first}, {"X": second}, sample(*first.shape[:2]))["X"]
     return (found["cosine_sum"].sum(0) / found["cosine_count"].sum(0)).tolist()
 
 
@@ -272,7 +271,9 @@ def test_repeated_key_heads_leave_their_mean_unchanged():
     """Grouped heads: what three query heads read is one head, once or three times."""
     first, second = normal(2, 9, 2, 5), normal(2, 9, 2, 5, seed=1)
     found, repeated = (
-        measure_stage(*(v.repeat_interleave(n, 2) for v in (first, second)), sample(2, 9))
+        measure_stages(*({"V": v.repeat_interleave(n, 2)} for v in (first, second)), sample(2, 9))[
+            "V"
+        ]
         for n in (1, 3)
     )
     for name in ("head_cosine_sum", "head_cosine_count"):
@@ -320,7 +321,7 @@ def test_left_singular_vectors_change_no_cosine(shape):
     rotation = torch.linalg.qr(normal(shape[0], shape[0], seed=5)).Q[:, : projection.shape[1]]
     first, second = (normal(1, 7, shape[1], seed=s) @ projection for s in (1, 2))
     plain, rotated = (
-        Vectors.of((first @ r)[:, :, None]).cosines(Vectors.of((second @ r)[:, :, None]))[1]
+        cosines([(Vectors.of((first @ r)[:, :, None]), Vectors.of((second @ r)[:, :, None]))])[1]
         for r in (torch.eye(len(rotation.T)), rotation.T)
     )
     torch.testing.assert_close(plain, rotated, atol=1e-5, rtol=0)

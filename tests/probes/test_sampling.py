@@ -67,11 +67,13 @@ def test_tokens_are_uniform():
 def test_partners_are_others_of_the_same_segment():
     positions = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 2, 2, 2], [1, 1, 1, 1, 1]])
     valid = torch.tensor([[True] * 5, [True, True, False, False, False], [True] + [False] * 4])
-    partners = Sample(positions=positions, valid=valid).partners()
+    sample = Sample(positions=positions, valid=valid)
+    partners = sample.partners.positions
     assert sorted(partners[0].tolist()) == [0, 1, 2, 3, 4]
     assert (partners[0] != torch.arange(5)).all()
     assert partners[1, :2].tolist() == [1, 0]
     assert partners[2, 0] == 0
+    assert sample.partners.valid.sum(1).tolist() == [5, 2, 0]
 
 
 def test_take_reads_positions_of_each_row():
