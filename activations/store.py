@@ -275,7 +275,10 @@ def _read(file: h5py.File, path: Path, groups: Collection[str] | None) -> dict[s
 
     xarray's own reader looks every dimension up anew for every array: a second and more for each run.
     """
-    has = [name for name, node in file.items() if isinstance(node, h5py.Group)]
+    # Lists: h5py's own iteration over a file holds its lock, and would go on holding it for as long as somebody keeps the
+    # error of an array that cannot be read.
+    nodes = list(file.items())
+    has = [name for name, node in nodes if isinstance(node, h5py.Group)]
     lacking = sorted(set(groups or ()) - set(has))
     if lacking:
         raise SmeltscopeError(
@@ -284,14 +287,14 @@ def _read(file: h5py.File, path: Path, groups: Collection[str] | None) -> dict[s
     slot = int(file["valid_slot"][()]) if "valid_slot" in file else None  # of a run being written
     coords = {
         name: _variable(node, slot)
-        for name, node in file.items()
+        for name, node in nodes
         if isinstance(node, h5py.Dataset) and name not in ("slot", "valid_slot")
     }
     datasets = {"/": xr.Dataset(coords=coords, attrs=dict(file.attrs))}
     for group in has:
         if groups is not None and group not in {"segments", *groups}:
             continue
-        arrays = {name: _variable(node, slot) for name, node in file[group].items()}
+        arrays = {name: _variable(node, slot) for name, node in list(file[group].items())}
         dims = {dim for array in arrays.values() for dim in array.dims}
         labels = {n: c for n, c in coords.items() if n not in c.dims and set(c.dims) <= dims}
         datasets[f"/{group}"] = xr.Dataset(arrays, labels, attrs=dict(file[group].attrs))

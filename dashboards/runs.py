@@ -245,11 +245,9 @@ class RunFile:
             return value
 
     def _open(self, groups: Sequence[str]) -> xr.DataTree:
-        try:
+        with suppress(SmeltscopeError):
             return open_run(self.path, groups=groups)
-        except SmeltscopeError:
-            # It may just have been finished, and moved.
-            return open_run(self.path, groups=groups)
+        return open_run(self.path, groups=groups)  # it may just have been finished, and moved
 
     def _only_done(self, tree: xr.DataTree) -> xr.DataTree:
         done = tree["segments"].dataset["done"].values == 1

@@ -507,3 +507,23 @@ def test_names_for_other_readers(tmp_path):
     looped = run["a_probe"].dataset.isel(execution=run["a_probe"]["visit"] == 2)
     assert looped["layer"].values.tolist() == [1, 2]
     assert looped["module"].values.tolist() == ["layers[3]", "layers[4]"]
+
+
+def test_an_unreadable_array_stops_no_other_thread(tmp_path):
+    """Its error, kept by whoever caught it, must not keep h5py's lock."""
+    path = tmp_path / "run.h5"
+    writer = RunWriter(path, a_schema())
+    write(writer, 0, ROWS, numbers())
+    writer.finish()
+    with h5py.File(path) as file:
+        dataset = file["a_probe"][NAMES[2]]
+        place = dataset.id.get_chunk_info(0).byte_offset
+    with path.open("r+b") as raw:
+        raw.seek(place)
+        raw.write(b"\xff" * 64)
+    with pytest.raises(SmeltscopeError) as caught:
+        open_run(path)
+    read = threading.Thread(target=lambda: h5py.File(path).close(), daemon=True)
+    read.start()
+    read.join(timeout=10)
+    assert not read.is_alive(), caught.value
