@@ -35,8 +35,8 @@ from smeltscope.dashboards.figures.attention_sink import (
     sink_depth_profile,
     sink_heatmaps,
 )
-from smeltscope.dashboards.figures.common import PLOTLY_CONFIG, FigureKind, has_values, themed
-from smeltscope.dashboards.figures.dyck_map import head_of_map
+from smeltscope.dashboards.figures.common import PLOTLY_CONFIG, FigureKind, themed
+from smeltscope.dashboards.figures.dyck_map import head_of_map, regions_there
 
 FIGURES: dict[str, tuple[FigureKind, ...]] = {
     "attention-sink": attention_sink.KINDS,
@@ -99,8 +99,7 @@ def choices_of(
         "example": [] if patterns is None else patterns["example"],
     }
     if "map_region" in summary.dims:
-        regions = summary["map_region"].values.tolist()
-        known["region"] = [r for r in regions if has_values(summary.sel(map_region=r), "mass")]
+        known["region"] = regions_there(summary)
     return {
         name: list(dict.fromkeys(np.asarray(known[name]).tolist()))
         for name in kind.takes

@@ -20,14 +20,17 @@ from smeltscope.dashboards.figures.common import (
     label,
     looped,
     measured,
+    of_visit,
     places_axis,
     points,
+    position_labels,
     reference,
     row_of_maps,
     series_colour,
     shade_later_visits,
     spread,
     styled,
+    thread,
     tick,
     visit_colour,
     without_interval,
@@ -41,12 +44,13 @@ def sink_heatmaps(summary: xr.Dataset) -> go.Figure:
     layers, visits = np.unique(summary["layer"].values), np.unique(summary["visit"].values)
     later = [int(v) for v in visits if v > 1]
     panels = [
-        Panel(title=f"Visit {v}", part=_of_visit(summary, "sink_mass", v, layers)) for v in visits
+        Panel(title=f"Visit {v}", part=of_visit(measured(summary, "sink_mass"), v, layers))
+        for v in visits
     ]
     panels += [
         Panel(
             title=f"Visit {v}<br>minus visit 1",
-            part=_of_visit(summary, "change", v, layers),
+            part=of_visit(measured(summary, "change"), v, layers),
             signed=True,
         )
         for v in later
@@ -60,15 +64,6 @@ def sink_heatmaps(summary: xr.Dataset) -> go.Figure:
         top=45,
         bottom=130,
     )
-
-
-def _of_visit(summary: xr.Dataset, name: str, visit: int, layers: np.ndarray) -> xr.Dataset:
-    """(execution, ...) -> (layer, ...) at one visit, NaN for layers that have no such visit."""
-    part = measured(summary, name).isel(execution=summary["visit"].values == visit)
-    part = part.swap_dims(execution="layer").drop_vars(
-        ("execution", "visit", "module"), errors="ignore"
-    )
-    return part.reindex(layer=layers)
 
 
 def sink_depth_profile(summary: xr.Dataset) -> go.Figure:
@@ -110,16 +105,7 @@ def sink_depth_profile(summary: xr.Dataset) -> go.Figure:
                 legendgroup=f"visit {visit}",
             )
         )
-    figure.add_trace(
-        go.Scatter(
-            x=executions,
-            y=mean["value"].values,
-            mode="lines",
-            line={"color": GREY, "width": 1},
-            hoverinfo="skip",
-            showlegend=False,
-        )
-    )
+    figure.add_trace(thread(executions, mean))
     figure.update_xaxes(
         title_text="layer, in the order of execution" + " (shaded: later visits)" * shaded,
         **places_axis([f"L{layer}" for layer in summary["layer"].values]),
@@ -144,20 +130,7 @@ def sink_against_baseline(summary: xr.Dataset, *, baseline: xr.Dataset) -> go.Fi
         for column, x in enumerate((fraction, data["layer"].values), start=1):
             if column == 1:
                 figure.add_trace(
-                    go.Scatter(
-                        x=x,
-                        y=part["value"].values,
-                        mode="lines",
-                        line={
-                            "color": GREY,
-                            "width": 1,
-                            "dash": "dash" if of_baseline else "solid",
-                        },
-                        hoverinfo="skip",
-                        showlegend=False,
-                    ),
-                    row=1,
-                    col=column,
+                    thread(x, part, "dash" if of_baseline else "solid"), row=1, col=column
                 )
             for visit in np.unique(visits):
                 rows = visits == visit
@@ -213,7 +186,7 @@ def sink_by_position(summary: xr.Dataset, *, layer: int | None = None) -> go.Fig
         layer = chosen(np.unique(summary["layer"].values), layer, "layer")
         rows = summary["layer"].values == layer
     shown = np.isfinite(summary["uniform_by_position"].values).any(0)
-    labels = np.array([f"{p}-{2 * p - 1}" if p > 1 else str(p) for p in positions])[shown]
+    labels = position_labels(positions)[shown]
     x = np.arange(len(labels))
     for visit in np.unique(visits[rows]):
         part = measured(summary, "sink_mass_by_position").isel(

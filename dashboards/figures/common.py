@@ -155,6 +155,12 @@ def errors(part: xr.Dataset, colour: str | None = None) -> dict[str, Any] | None
     return bars | ({"color": colour} if colour else {})
 
 
+def hovered(name: str, where: Sequence[str] | None, numbers: np.ndarray) -> list[str]:
+    """What hovering over each entry of a series says: what it is, where, and its number as `said`."""
+    places = [""] * numbers.size if where is None else [f", {place}" for place in where]
+    return [f"{name}{place}<br>{number}" for place, number in zip(places, numbers, strict=True)]
+
+
 def points(
     x: Any,
     part: xr.Dataset,
@@ -174,7 +180,6 @@ def points(
 ) -> go.Scatter:
     """A series with its intervals; hovering says what it is, where, the number, its interval and n."""
     numbers = said(part, n, signed=signed)
-    places = [""] * numbers.size if where is None else [f", {place}" for place in where]
     return go.Scatter(
         x=np.asarray(x),
         y=part["value"].values,
@@ -183,7 +188,7 @@ def points(
         mode=mode,
         marker={"color": colour, "size": size, "symbol": symbol, "opacity": opacity},
         line={"color": colour, "width": 1.5} | dict(line or {}),
-        text=[f"{name}{place}<br>{number}" for place, number in zip(places, numbers, strict=True)],
+        text=hovered(name, where, numbers),
         hovertemplate="%{text}<extra></extra>",
         **more,
     )
@@ -202,15 +207,13 @@ def bars(
     **more: Any,
 ) -> go.Bar:
     """As `points`, as bars."""
-    numbers = said(part, n, signed=signed)
-    places = [""] * numbers.size if where is None else [f", {place}" for place in where]
     return go.Bar(
         x=np.asarray(x),
         y=part["value"].values,
         error_y=errors(part, GREY) if intervals else None,
         name=name,
         marker={"color": colour, "line": {"width": 0}},
-        text=[f"{name}{place}<br>{number}" for place, number in zip(places, numbers, strict=True)],
+        text=hovered(name, where, said(part, n, signed=signed)),
         textposition="none",
         hovertemplate="%{text}<extra></extra>",
         **more,
@@ -231,6 +234,36 @@ def reference(
         text=[f"{name}: {value:.4f}" for value in np.asarray(y, dtype=float)],
         hovertemplate="%{text}<extra></extra>",
         **more,
+    )
+
+
+def thread(x: Any, part: xr.Dataset, dash: str = "solid") -> go.Scatter:
+    """A grey line through points that are drawn by themselves."""
+    return go.Scatter(
+        x=x,
+        y=part["value"].values,
+        mode="lines",
+        line={"color": GREY, "width": 1, "dash": dash},
+        hoverinfo="skip",
+        showlegend=False,
+    )
+
+
+def rings(x: Any, y: Any, *, size: float, width: float, name: str | None = None) -> go.Scatter:
+    """White rings that mark cells of a map; with a name in the legend."""
+    return go.Scatter(
+        x=x,
+        y=y,
+        mode="markers",
+        marker={
+            "symbol": "circle",
+            "size": size,
+            "color": "#ffffff",
+            "line": {"color": "#000000", "width": width},
+        },
+        name=name,
+        hoverinfo="skip",
+        showlegend=name is not None,
     )
 
 
@@ -306,22 +339,7 @@ def row_of_maps(
             **at,
         )
         if mark is not None:
-            figure.add_trace(
-                go.Scatter(
-                    x=[mark[1]],
-                    y=[mark[0]],
-                    mode="markers",
-                    marker={
-                        "symbol": "circle",
-                        "size": 9,
-                        "color": "#ffffff",
-                        "line": {"color": "#000000", "width": 2},
-                    },
-                    hoverinfo="skip",
-                    showlegend=False,
-                ),
-                **at,
-            )
+            figure.add_trace(rings([mark[1]], [mark[0]], size=9, width=2), **at)
         figure.update_xaxes(title_text=panel.column, dtick=tick(number, room), tickangle=0, **at)
     figure.update_xaxes(showgrid=False, zeroline=False)
     figure.update_yaxes(
@@ -418,6 +436,24 @@ def execution_labels(summary: xr.Dataset) -> list[str]:
         f"L{layer}" + (f".{visit}" if visit > 1 else "")
         for layer, visit in zip(layers, visits, strict=True)
     ]
+
+
+def of_visit(part: xr.Dataset, visit: int, layers: np.ndarray) -> xr.Dataset:
+    """(execution, ...) -> (layer, ...) at one visit, NaN for layers that have no such visit."""
+    part = part.isel(execution=part["visit"].values == visit).swap_dims(execution="layer")
+    part = part.drop_vars(("execution", "visit", "module"), errors="ignore")
+    return part.reindex(layer=layers)
+
+
+def at_same_depth(baseline: xr.Dataset, executions: int) -> np.ndarray:
+    """Where a Baseline's executions stand among so many others, by their share of the depth."""
+    others = baseline.sizes["execution"]
+    return np.arange(others) / max(1, others - 1) * (executions - 1)
+
+
+def position_labels(positions: np.ndarray) -> np.ndarray:
+    """The bins of positions that begin at these: `0`, `1`, `2-3`, `4-7`, ..."""
+    return np.array([f"{p}-{2 * p - 1}" if p > 1 else str(p) for p in positions])
 
 
 def shade_later_visits(figure: go.Figure, summary: xr.Dataset, **where: Any) -> bool:

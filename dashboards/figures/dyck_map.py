@@ -20,6 +20,7 @@ from smeltscope.dashboards.figures.common import (
     looped,
     masses_scale,
     measured,
+    of_visit,
     pair_of,
     places_axis,
     reference,
@@ -90,6 +91,12 @@ def regions_of_head(
     )
 
 
+def regions_there(summary: xr.Dataset) -> list[str]:
+    """The regions that these prompts have."""
+    regions = summary["map_region"].values.tolist()
+    return [r for r in regions if has_values(summary.sel(map_region=r), "mass")]
+
+
 def head_of_map(
     summary: xr.Dataset, layer: int | None = None, head: int | None = None
 ) -> tuple[int, int]:
@@ -97,9 +104,8 @@ def head_of_map(
 
     Without a loop it is the head that most looks there; head 0 of the first layer where there are no demonstrations.
     """
-    regions = summary["map_region"].values.tolist()
-    rest = [r for r in regions if has_values(summary.sel(map_region=r), "mass")]
-    region = ANSWERS if ANSWERS in rest else rest[-1]
+    there = regions_there(summary)
+    region = ANSWERS if ANSWERS in there else there[-1]
     if has_values(summary, "retarget") and has_values(summary.sel(map_region=region), "retarget"):
         values = summary["retarget"].sel(map_region=region).isel(visit_pair=0).values
         layers = summary["looped_layer"].values
@@ -189,19 +195,13 @@ def region_by_head(
     summary: xr.Dataset, *, region: str | None = None, pair: str | None = None
 ) -> go.Figure:
     """Mass on one region by layer and head at each visit, and its change; on demonstrations' answers unless named."""
-    regions = [
-        r
-        for r in summary["map_region"].values.tolist()
-        if has_values(summary.sel(map_region=r), "mass")
-    ]
+    regions = regions_there(summary)
     region = chosen(regions, region, "region", ANSWERS if ANSWERS in regions else regions[0])
     mass = measured(summary, "mass").sel(map_region=region)
     layers, visits = np.unique(summary["layer"].values), summary["visit"].values
     panels = []
     for visit in np.unique(visits):
-        part = mass.isel(execution=visits == visit).swap_dims(execution="layer")
-        part = part.drop_vars(("execution", "visit", "module"), errors="ignore")
-        panels.append(Panel(title=f"Visit {visit}", part=part.reindex(layer=layers)))
+        panels.append(Panel(title=f"Visit {visit}", part=of_visit(mass, visit, layers)))
     if "change" in summary:
         change = measured(summary, "change").sel(map_region=region)
         for each in summary["visit_pair"].values.tolist() if pair is None else [pair]:

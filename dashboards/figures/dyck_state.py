@@ -12,6 +12,7 @@ from smeltscope.dashboards.figures.common import (
     GREY,
     SERIES_COLOURS,
     FigureKind,
+    at_same_depth,
     bars,
     documents_of,
     execution_labels,
@@ -75,10 +76,9 @@ def accuracy_by_execution(summary: xr.Dataset, *, baseline: xr.Dataset | None = 
             **at,
         )
         if baseline is not None:
-            others = baseline.sizes["execution"]
             figure.add_trace(
                 points(
-                    np.arange(others) / max(1, others - 1) * (count - 1),
+                    at_same_depth(baseline, count),
                     measured(baseline, "accuracy").sel(state=state),
                     where=execution_names(baseline),
                     name="Baseline, at the same share of its depth",

@@ -14,6 +14,7 @@ from smeltscope.dashboards.figures.common import (
     measured,
     places_axis,
     points,
+    position_labels,
     reference,
     styled,
 )
@@ -80,7 +81,7 @@ def loss_by_position(summary: xr.Dataset, *, baseline: xr.Dataset | None = None)
     figure = go.Figure()
     shown = np.isfinite(summary["loss_by_position"].values)
     position = summary["position"].values
-    labels = np.array([f"{p}-{2 * p - 1}" if p > 1 else str(p) for p in position])[shown]
+    labels = position_labels(position)[shown]
     x = np.arange(len(labels))
     for data, name, colour, symbol in (
         (summary, "this model", BLUE, "circle"),

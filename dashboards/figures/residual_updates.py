@@ -10,6 +10,7 @@ from smeltscope.dashboards.figures.common import (
     SERIES_COLOURS,
     FigureKind,
     add_range,
+    at_same_depth,
     chosen,
     differences_scale,
     documents_of,
@@ -25,10 +26,12 @@ from smeltscope.dashboards.figures.common import (
     points,
     reference,
     reported_range,
+    rings,
     series_colour,
     shade_later_visits,
     spread,
     styled,
+    thread,
     tick,
     visit_colour,
     visits_of,
@@ -56,10 +59,9 @@ def residual_flow(summary: xr.Dataset, *, baseline: xr.Dataset | None = None) ->
     names = np.array(execution_names(summary))
     for row, (name, what) in enumerate(FLOW.items(), start=1):
         if baseline is not None:
-            others = baseline.sizes["execution"]
             figure.add_trace(
                 points(
-                    np.arange(others) / max(1, others - 1) * (count - 1),
+                    at_same_depth(baseline, count),
                     measured(baseline, name),
                     name="Baseline, at the same share of its depth",
                     where=[f"{what}, {at}" for at in execution_names(baseline)],
@@ -76,18 +78,7 @@ def residual_flow(summary: xr.Dataset, *, baseline: xr.Dataset | None = None) ->
                 col=1,
             )
         part = measured(summary, name)
-        figure.add_trace(
-            go.Scatter(
-                x=np.arange(count),
-                y=part["value"].values,
-                mode="lines",
-                line={"color": GREY, "width": 1},
-                hoverinfo="skip",
-                showlegend=False,
-            ),
-            row=row,
-            col=1,
-        )
+        figure.add_trace(thread(np.arange(count), part), row=row, col=1)
         for visit in np.unique(visits):
             rows = np.flatnonzero(visits == visit)
             figure.add_trace(
@@ -189,22 +180,7 @@ def update_cosines(
     layers = summary["layer"].values
     i, j = np.nonzero((layers[:, None] == layers) & ~np.eye(count, dtype=bool))
     if len(i):
-        figure.add_trace(
-            go.Scatter(
-                x=j,
-                y=i,
-                mode="markers",
-                marker={
-                    "symbol": "circle",
-                    "size": 8,
-                    "color": "#ffffff",
-                    "line": {"color": "#000000", "width": 1.5},
-                },
-                name="the same layer",
-                hoverinfo="skip",
-                showlegend=True,
-            )
-        )
+        figure.add_trace(rings(j, i, size=8, width=1.5, name="the same layer"))
         looped = np.isin(layers, layers[visits > 1])
         blocks = [np.flatnonzero(looped & (visits == v)) for v in np.unique(visits)]
         for a in blocks:

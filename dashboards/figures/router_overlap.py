@@ -32,7 +32,7 @@ from smeltscope.dashboards.figures.common import (
     without_interval,
 )
 
-BLUE, RED = SERIES_COLOURS[:2]
+BLUE = SERIES_COLOURS[0]
 NULLS = {  # of the summary: what it is called, and its mark
     "marginal_overlap": ("sets drawn by use of the experts", "triangle-up"),
     "other_token_overlap": ("another token of the segment", "square"),
