@@ -126,7 +126,7 @@ def browser() -> Iterator[Any]:
     """A page of a fresh browser."""
     from playwright.sync_api import sync_playwright
 
-    flags = [flag for flag in FLAGS if not flag.startswith(("--headless", "--virtual"))]
+    flags = list(FLAGS)
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path=find_browser(), headless=True, args=[*flags, "--no-sandbox"]

@@ -21,13 +21,12 @@ from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, FigureKind, choices_of
 from smeltscope.dashboards.figures.common import Theme
 from smeltscope.dashboards.numbers import choices, quantities_in, table_of
-from smeltscope.dashboards.overview import HEADLINES, TITLES, Found, headline_rows, headlines
+from smeltscope.dashboards.overview import HEADLINES, NOTE, TITLES, Found, headline_rows, headlines
 from smeltscope.dashboards.report import colours_of
-from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, holds_both
+from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import add_viewer_routes
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint
-from smeltscope.probes.paper import MODELS
 
 ASSETS = Path(__file__).parent / "assets"
 REFRESH = 2000  # milliseconds between two looks at a run that is being written
@@ -88,10 +87,7 @@ def make_app(runs: Sequence[RunFile], load: Callable[[int], Checkpoint] | None =
     )
     app.layout = lambda: _frame(runs)
     _connect(app, runs)
-    # `guard` knows who may ask.
-    add_viewer_routes(
-        app.server, _Prompts(runs), load, names=[run.name for run in runs], hosts=None
-    )
+    add_viewer_routes(app.server, _Prompts(runs), load, names=[run.name for run in runs])
     return app
 
 
@@ -414,23 +410,13 @@ def _overview(runs: Sequence[RunFile]) -> list[Any]:
             )
             for name in _probes(runs)
         ),
-        html.P(
-            f"The paper: arXiv 2609.01343, {MODELS}; context, not a target. Intervals are 95 %, from drawing documents "
-            "again within each category; they cover the choice of text, not the training seed.",
-            className="note",
-        ),
+        html.P(NOTE, className="note"),
     ]
 
 
 def _facts(runs: Sequence[RunFile]) -> list[Any]:
     shown = [run for run in runs if run.trouble() is None]
-    facts = [run.facts() for run in shown]
-    names = list(dict.fromkeys(key for of_run in facts for key in of_run))
-    table = _table(
-        ["", *(run.name for run in shown)],
-        [[name, *(of_run.get(name, "") for of_run in facts)] for name in names],
-    )
-    return [*_troubles(runs), *([table] if shown else [])]
+    return [*_troubles(runs), *([_table(*facts_table(shown))] if shown else [])]
 
 
 def _troubles(runs: Sequence[RunFile]) -> list[Any]:

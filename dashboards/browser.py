@@ -11,13 +11,15 @@ from smeltscope.errors import SmeltscopeError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless",
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+)
+PRINTING = (
+    "--headless",
     "--hide-scrollbars",
     "--virtual-time-budget=30000",  # until all figures are drawn
 )
@@ -72,7 +74,7 @@ def _made(page: Path, out: Path, *flags: str) -> Path:
 def _run(page: Path, *flags: str) -> str:
     root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
     with tempfile.TemporaryDirectory() as profile:
-        command = [check_browser(), *FLAGS, *root, f"--user-data-dir={profile}", *flags]
+        command = [check_browser(), *FLAGS, *PRINTING, *root, f"--user-data-dir={profile}", *flags]
         try:
             done = subprocess.run(
                 [*command, f"{page.resolve().as_uri()}#print"],

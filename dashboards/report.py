@@ -20,11 +20,10 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, themed
-from smeltscope.dashboards.overview import TITLES, Found, headline_rows, headlines
-from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, holds_both
+from smeltscope.dashboards.overview import NOTE, TITLES, Found, headline_rows, headlines
+from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import viewer_fragment
 from smeltscope.errors import SmeltscopeError
-from smeltscope.probes.paper import MODELS
 
 MOST_BYTES = 8_000_000
 VIEWER_BYTES = 2_000_000  # of prompts' attention, where there is room
@@ -78,9 +77,9 @@ def render_report(runs: Sequence[RunFile], *, probes: Sequence[str] | None = Non
         *sections,
         "<!-- viewer -->",
         '<section id="runs"><h2>What was run</h2>',
-        _table(*_facts(runs)),
+        _table(*facts_table(runs)),
         "</section>",
-        _note(),
+        f'<p class="note">{NOTE}</p>',
     ]
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
@@ -208,20 +207,6 @@ def _figures(name: str, runs: Sequence[RunFile]) -> Iterator[tuple[RunFile, dict
             summary = run.summary(name)
             if kind.applies(summary, **context):
                 yield run, kind.draw(summary, **context).to_plotly_json()
-
-
-def _facts(runs: Sequence[RunFile]) -> tuple[list[str], list[list[str]]]:
-    facts = [run.facts() for run in runs]
-    names = dict.fromkeys(key for of_run in facts for key in of_run)
-    rows = [[name, *(of_run.get(name, "") for of_run in facts)] for name in names]
-    return ["", *(run.name for run in runs)], rows
-
-
-def _note() -> str:
-    return (
-        f'<p class="note">The paper: arXiv 2609.01343, {MODELS}; context, not a target. Intervals are 95 %, from drawing '
-        "documents again within each category; they cover the choice of text, not the training seed.</p>"
-    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

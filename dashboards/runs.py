@@ -271,6 +271,14 @@ def baseline_of(run: RunFile, runs: Sequence[RunFile], name: str) -> RunFile | N
     return None
 
 
+def facts_table(runs: Sequence[RunFile]) -> tuple[list[str], list[list[str]]]:
+    """The facts of some runs side by side: the names of the columns, and the rows."""
+    facts = [run.facts() for run in runs]
+    names = dict.fromkeys(key for of_run in facts for key in of_run)
+    rows = [[name, *(of_run.get(name, "") for of_run in facts)] for name in names]
+    return ["", *(run.name for run in runs)], rows
+
+
 def holds_both(kind: FigureKind) -> bool:
     """Whether a figure can show a run and its Baseline together."""
     return any(key.startswith("baseline") for key in kind.takes)

@@ -38,6 +38,14 @@ class Reported:
         return (float(finite.min()), float(finite.max())) if finite.size else None
 
 
+# Vectors whose norms it compares between visits, as `residual-updates` names them.
+NORMS = {
+    "update": "whole update",
+    "attn_out": "attention's write",
+    "mlp_out": "MLP's write",
+    "attn_in": "normed input",
+}
+
 REPORTED = (
     Reported(
         probe="attention-sink",
@@ -60,12 +68,7 @@ REPORTED = (
             says="1.2 to 3.5 in all 16 models",
             between=(1.2, 3.5),
         )
-        for vector, what in (
-            ("update", "whole update"),
-            ("attn_out", "attention's write"),
-            ("mlp_out", "MLP's write"),
-            ("attn_in", "normed input"),
-        )
+        for vector, what in NORMS.items()
     ),
     Reported(
         probe="residual-updates",

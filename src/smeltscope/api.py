@@ -17,7 +17,7 @@ from smeltscope.model import Checkpoint, checkpoint_of, load_checkpoint
 from smeltscope.probes import Probe, RunOptions, run_probes
 from smeltscope.probes import summarize as summarize_probe
 from smeltscope.probes.compare import check_comparable
-from smeltscope.probes.grouping import By, groups_of, summarize_groups
+from smeltscope.probes.grouping import groups_of, summarize_groups
 from smeltscope.probes.statistics import DRAWS
 from smeltscope.registry import make_probe, recorded_probe
 from smeltscope.tasks import HeldOut
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
     from transformers import PreTrainedModel
 
-GROUPS: tuple[By, ...] = ("category", "length")  # of documents, that figures are drawn of
 
 # Files and folders; documents by category, {"prose": ["...", "..."]}; or what load_heldout made.
 Data = str | Path | Sequence[str | Path] | Mapping[str, Sequence[str]] | HeldOut
@@ -191,6 +190,7 @@ def plot(
         smeltscope.plot(run, "attention-sink", "positions", layer=3)
     """
     from smeltscope.dashboards.figures import FIGURES, context_of
+    from smeltscope.dashboards.runs import GROUPED_BY
 
     kinds = {kind.name: kind for kind in FIGURES.get(probe, ())}
     if figure is not None and figure not in kinds:
@@ -211,7 +211,7 @@ def plot(
                 draws=draws,
                 seed=summary.attrs["bootstrap_seed"],
             )
-            for by in GROUPS
+            for by in GROUPED_BY
             if f"{prefix}by_{by}" in takes
         }
 

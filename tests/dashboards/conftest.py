@@ -11,18 +11,9 @@ import pytest
 import xarray as xr
 
 import smeltscope
-from smeltscope.dashboards.browser import find_browser
+from smeltscope.dashboards.browser import FLAGS, find_browser
 
 EVIL = "<script>document.title = 'broken'</script>"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 
 def summary_of(
@@ -82,7 +73,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
     with sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
-            tmp_path_factory.mktemp("browser"), executable_path=found, headless=True, args=FLAGS
+            tmp_path_factory.mktemp("browser"),
+            executable_path=found,
+            headless=True,
+            args=["--no-sandbox", *FLAGS],
         )
         yield context
         context.close()

@@ -20,6 +20,7 @@ import smeltscope
 from smeltscope.activations import open_run
 from smeltscope.dashboards import examples, viewer
 from smeltscope.dashboards.examples import Example, header_of, stored_example
+from smeltscope.dashboards.server import guard
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, load_checkpoint
 from smeltscope.probes import RunOptions, run_probes
@@ -270,6 +271,7 @@ def server(run: xr.DataTree, tiny_checkpoint: Path) -> flask.Flask:
         lambda _: load_checkpoint(tiny_checkpoint, device="cpu"),
         names=["a", EVIL],
     )
+    guard(server, port=8050, token=None)
 
     @server.get("/")
     def page() -> str:
