@@ -101,8 +101,9 @@ def _frame(runs: Sequence[RunFile]) -> Any:
             dcc.Location(id="url", refresh=False),
             dcc.Store(id="version", data=_versions(runs)),
             *(
-                dcc.Store(id=name) for name in ("moved", "picked", "mounted")
+                dcc.Store(id=name) for name in ("moved", "picked", "mounted", "named")
             ),  # of callbacks that give nothing
+            dcc.Store(id="title"),
             dcc.Interval(id="tick", interval=REFRESH, disabled=_all_finished(runs)),
             html.Header(
                 [
@@ -130,16 +131,19 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
     @app.callback(
         Output("page", "children"),
         Output("nav", "children"),
+        Output("title", "data"),
         Input("url", "pathname"),
         Input("url", "search"),
     )
-    def show_page(pathname: str | None, search: str | None) -> tuple[Any, Any]:
+    def show_page(pathname: str | None, search: str | None) -> tuple[Any, Any, Any]:
         if pathname is None:  # not known yet
-            return no_update, no_update
+            return no_update, no_update, no_update
         place = place_of(pathname, search or "", runs)
+        unmet = [_alert(text) for text in unmet_of(place, search or "", runs)]
         return (
-            _in_words(lambda: _page(place, runs)),
+            [*unmet, *_in_words(lambda: _page(place, runs))],
             _navigation(place, runs),
+            f"{_entries(runs).get(place.probe, place.probe)} - smeltscope",
         )
 
     @app.callback(
@@ -217,6 +221,11 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
             return []
         return _in_words(lambda: _numbers(_picked(at, values, ids), str(quantity[0]), runs))
 
+    app.clientside_callback(
+        "title => { document.title = title ?? 'smeltscope'; return dash_clientside.no_update; }",
+        Output("named", "data"),
+        Input("title", "data"),
+    )
     # Another run is another page: with an entry in the browser's history, as a link makes one.
     app.clientside_callback(
         """(run, against, shown) => {
@@ -284,8 +293,8 @@ def _alert(text: str) -> Any:
 
 
 def place_of(pathname: str, search: str, runs: Sequence[RunFile]) -> Place:
-    """The place that an address names; what it says of runs that are not there is left aside."""
-    query = {key: values[-1] for key, values in parse_qs(search.removeprefix("?")).items()}
+    """The place that an address names; what it says of runs that are not there is left aside (`unmet_of` says so)."""
+    query = _query(search)
     probe = pathname.strip("/")
     if probe in ("", "viewer"):
         return Place(probe=probe, run=_index(query.get("run"), runs) or 0)
@@ -307,12 +316,40 @@ def place_of(pathname: str, search: str, runs: Sequence[RunFile]) -> Place:
     )
 
 
+def unmet_of(place: Place, search: str, runs: Sequence[RunFile]) -> list[str]:
+    """What an address asks for and its page cannot show, in words."""
+    if not place.probe:
+        return []
+    query, found = _query(search), []
+    for key in ("run", "against"):
+        text = query.get(key, NO_RUN)
+        i = _index(text, runs)
+        shown = place.run if key == "run" else place.against
+        if text == NO_RUN or (i is not None and i == shown):
+            continue
+        instead = f"{runs[place.run].name} is shown" if key == "run" else "nothing is shown beside"
+        if i is None:
+            last = len(runs) - 1
+            found.append(f"There is no run {text} here (they go from 0 to {last}); {instead}.")
+        elif trouble := runs[i].trouble():
+            found.append(f"{trouble.removesuffix('.')}; {instead}.")
+        elif i == place.run:
+            found.append(f"{runs[i].name} is not compared with itself.")
+        else:
+            found.append(f"{runs[i].name} holds no {place.probe}; {instead}.")
+    return found
+
+
 def address_of(place: Place) -> str:
     """The address of a place."""
     query: dict[str, Any] = {"run": place.run} if place.probe else {}
     if place.against is not None:
         query["against"] = place.against
     return f"/{place.probe}?{urlencode(query | dict(place.picked))}".removesuffix("?")
+
+
+def _query(search: str) -> dict[str, str]:
+    return {key: values[-1] for key, values in parse_qs(search.removeprefix("?")).items()}
 
 
 def _index(text: str | None, runs: Sequence[RunFile]) -> int | None:
@@ -343,28 +380,35 @@ def _probes(runs: Sequence[RunFile]) -> list[str]:
 
 
 def _navigation(place: Place, runs: Sequence[RunFile]) -> list[Any]:
-    entries = {"": "Overview"}
-    entries |= {name: TITLES.get(name, name) for name in _probes(runs)}
-    entries["viewer"] = "Dyck viewer"
     return [
         dcc.Link(
             title,
             href=_link(name, place, runs),
             className="here" if name == place.probe else "",
         )
-        for name, title in entries.items()
+        for name, title in _entries(runs).items()
     ]
+
+
+def _entries(runs: Sequence[RunFile]) -> dict[str, str]:
+    """What the pages are called."""
+    of_probes = {name: TITLES.get(name, name) for name in _probes(runs)}
+    return {"": "Overview", **of_probes, "viewer": "Dyck viewer"}
 
 
 def _link(name: str, place: Place, runs: Sequence[RunFile]) -> str:
     """Where an entry leads: to the same run, if it has what is shown there."""
     if not name:
         return "/"
-    run = place.run
-    if name == "viewer":
-        having = [i for i, of in enumerate(runs) if of.patterns() is not None]
-        run = run if run in having or not having else having[0]
+    viewer = name == "viewer"
+    having = _having_prompts(runs) if viewer else _having(name, runs)
+    run = place.run if place.run in having or not having else having[0]
     return address_of(Place(probe=name, run=run))
+
+
+def _having_prompts(runs: Sequence[RunFile]) -> list[int]:
+    """The runs that keep the attention of prompts."""
+    return [i for i, run in enumerate(runs) if run.patterns() is not None]
 
 
 def _page(place: Place, runs: Sequence[RunFile]) -> list[Any]:
@@ -383,6 +427,7 @@ def _page(place: Place, runs: Sequence[RunFile]) -> list[Any]:
     title = TITLES.get(place.probe, place.probe)
     return [
         html.H1(title),
+        *([html.P(runs[place.run].label, className="note")] if len(having) == 1 else []),
         html.Div(_selectors(place, runs, having), className="selectors", role="group"),
         dcc.Store(id="frame", data=asdict(place)),
         dcc.Store(id="ready"),
@@ -478,7 +523,15 @@ def _picks(place: Place, runs: Sequence[RunFile]) -> list[Any]:
     if "centred" in offers:
         offers["centred"] = {"false": "as they are", "true": "mean taken off"}
     titles = {"pair": "Visits compared", "centred": "Vectors"}
-    return [
+    missing = [
+        f"{name} {value}"
+        for name, value in place.picked.items()
+        if name != "quantity" and value not in offers.get(name, {})
+    ]
+    unmet = (
+        f"{run.name} offers no choice of {', '.join(missing)}; that part of the link is left aside."
+    )
+    selects = [
         _select(
             titles.get(name, name.capitalize()),
             {"kind": "pick", "name": name},
@@ -488,6 +541,7 @@ def _picks(place: Place, runs: Sequence[RunFile]) -> list[Any]:
         )
         for name, offered in offers.items()
     ]
+    return [*([_alert(unmet)] if missing else []), *selects]
 
 
 def _select(
@@ -514,10 +568,10 @@ def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[An
     summary = run.summary(place.probe, category)
     parts = []
     if not run.is_finished():
-        done, all_ = run.progress()
         parts.append(
             dmc.Alert(
-                f"Still being written: {done:,} of {all_:,} segments. The page follows.",
+                f"Not finished: {run.state()}. The page follows as it goes on; one that was stopped goes on where its "
+                "command is run again.",
                 color="blue",
                 variant="light",
                 className="unfinished",

@@ -65,8 +65,10 @@ class Live:
         self._loaded: tuple[int, Checkpoint] | None = None
         self._kept: OrderedDict[str, Example] = OrderedDict()
 
-    def draw(self, run: int, shots: int, seed: int, types: int) -> str:
-        """The text of a prompt of so many demonstrations, drawn by `seed` from so many bracket types."""
+    def draw(self, run: int, shots: int, seed: int, types: int) -> tuple[str, int]:
+        """The text of a prompt of so many demonstrations, drawn by `seed` from so many bracket types, and how many of them
+        fit into the context: as in `probe dyck` the others are left out.
+        """
         if not 0 <= shots <= MOST_SHOTS:
             raise SmeltscopeError(f"A prompt has 0 to {MOST_SHOTS} shots, not {shots}.")
         if seed < 0:
@@ -76,14 +78,10 @@ class Live:
             layout = layout_of(self._checkpoint(run), self._template)
         made = dyck.make_prompts(sets, shots=[shots], seed=seed, **layout)
         assert made.prompts is not None
-        kept = made.prompts.labels["kept_shots"][0]
-        if kept < shots:
-            raise SmeltscopeError(
-                f"{shots} shots do not fit into {layout['context']} tokens; of this prompt {kept} do."
-            )
         first = int(made.start_token is not None)
         ids = made.segment(0)[first : made.prompts.answers[0][0]]
-        return "".join(made.prompts.vocabulary[i] for i in ids)
+        text = "".join(made.prompts.vocabulary[i] for i in ids)
+        return text, int(made.prompts.labels["kept_shots"][0])
 
     def run_text(self, run: int, text: str, zeroed: Sequence[Zeroed] = ()) -> tuple[str, Example]:
         """A typed prompt, and the name under which `example` finds it again."""

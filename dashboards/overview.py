@@ -219,7 +219,7 @@ def headlines(summary: xr.Dataset, probe: str) -> list[Found]:
                     here=_said(summary, headline.quantity, at, percent=headline.percent),
                     layers=_range(summary, headline),
                     beside=", ".join(f"{k} {v}" for k, v in beside.items() if v),
-                    paper=_paper(headline, probe),
+                    paper=_paper(headline, at, probe),
                 )
             )
     return found
@@ -334,9 +334,9 @@ def _said(summary: xr.Dataset, name: str, at: Mapping[str, str | int], *, percen
 
 def _range(summary: xr.Dataset, headline: Headline) -> str:
     """The least and the greatest layer, heads averaged."""
-    ours = Reported(
-        probe="", quantity=headline.by_layer, at=_labels(headline), what="", says=""
-    ).ours(summary)
+    ours = Reported(probe="", quantity=headline.by_layer, at=headline.at, what="", says="").ours(
+        summary
+    )
     if ours is None:
         return ""
     scale, unit = (100, " %") if headline.percent else (1, "")
@@ -344,14 +344,10 @@ def _range(summary: xr.Dataset, headline: Headline) -> str:
     return " to ".join(dict.fromkeys(shown)) + unit
 
 
-def _paper(headline: Headline, probe: str) -> str:
+def _paper(headline: Headline, at: Mapping[str, str | int], probe: str) -> str:
     """What the paper reports of the same number."""
     for entry in reported_by(probe):
         same = entry.quantity in (headline.by_layer or headline.quantity, headline.quantity)
-        if same and dict(entry.at) == _labels(headline):
+        if same and dict(entry.at) in (dict(headline.at), dict(at)):
             return entry.says
     return ""
-
-
-def _labels(headline: Headline) -> dict[str, str]:
-    return {dim: str(label) for dim, label in headline.at.items()}

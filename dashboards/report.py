@@ -9,17 +9,18 @@ import inspect
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+import xarray as xr
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, themed
+from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, themed, trajectory_figure
 from smeltscope.dashboards.overview import NOTE, TITLES, Found, headline_rows, headlines
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import viewer_fragment
@@ -38,8 +39,12 @@ def write_report(
 
     Raises `SmeltscopeError` for a run that cannot be read and where the file cannot be written; nothing half-written stays.
     """
+    return write_page(path, render_report(runs, probes=probes))
+
+
+def write_page(path: str | Path, text: str) -> Path:
+    """A page in its place; refused in a sentence where it cannot be written, and nothing half-written stays."""
     path = Path(path)
-    text = render_report(runs, probes=probes)
     unfinished = path.with_name(path.name + ".partial")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -61,13 +66,6 @@ def render_report(runs: Sequence[RunFile], *, probes: Sequence[str] | None = Non
     names = [name for name in names if probes is None or name in probes]
     figures: list[dict[str, Any]] = []
     sections = [_section(name, runs, figures) for name in names]
-    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
-    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
-    drawn = {
-        "figures": figures,
-        "colours": {"light": colours_of("light"), "dark": colours_of("dark")},
-        "config": PLOTLY_CONFIG,
-    }
     title = (
         f"smeltscope: {', '.join(dict.fromkeys(str(r.attributes()['checkpoint']) for r in runs))}"
     )
@@ -81,20 +79,7 @@ def render_report(runs: Sequence[RunFile], *, probes: Sequence[str] | None = Non
         "</section>",
         f'<p class="note">{NOTE}</p>',
     ]
-    page = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><style>{style}</style></head>
-<body><header><nav aria-label="Sections">{_contents(names)}</nav>
-<button id="scheme" type="button">Dark</button></header>
-<main>
-{"".join(parts)}
-</main>
-<script type="text/plain" id="plotly-js">{_plotlyjs()}</script>
-<script type="text/plain" id="figures">{_deflated(to_json_plotly(drawn))}</script>
-<script>{script}</script>
-</body></html>
-"""
+    page = _page(title, _contents(names), parts, figures)
     if probes is None:
         room = min(VIEWER_BYTES, MOST_BYTES - len(page.encode()) - 300_000)
         having = [run for run in runs if run.patterns() is not None]
@@ -107,6 +92,43 @@ def render_report(runs: Sequence[RunFile], *, probes: Sequence[str] | None = Non
             page = page.replace("<!-- viewer -->", section, 1)
             page = page.replace('<a href="#runs">', link + '<a href="#runs">', 1)
     return page
+
+
+def render_trajectory(curves: Mapping[str, xr.Dataset], title: str) -> str:
+    """The HTML of diagnostics over a training: of each its headline numbers over the steps."""
+    figures: list[dict[str, Any]] = []
+    sections = [
+        f'<section id="{escape(name)}"><h2>{escape(TITLES.get(name, name))}</h2>'
+        + _drawn(trajectory_figure(curve).to_plotly_json(), figures)
+        + "</section>"
+        for name, curve in curves.items()
+    ]
+    return _page(title, _links(curves), [f"<h1>{escape(title)}</h1>", *sections], figures)
+
+
+def _page(title: str, links: str, parts: Sequence[str], figures: Sequence[dict[str, Any]]) -> str:
+    """A page that needs no other file: its parts, and figures that its script draws."""
+    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    style = (_ASSETS / "report.css").read_text(encoding="utf-8")
+    drawn = {
+        "figures": figures,
+        "colours": {"light": colours_of("light"), "dark": colours_of("dark")},
+        "config": PLOTLY_CONFIG,
+    }
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><style>{style}</style></head>
+<body><header><nav aria-label="Sections">{links}</nav>
+<button id="scheme" type="button">Dark</button></header>
+<main>
+{"".join(parts)}
+</main>
+<script type="text/plain" id="plotly-js">{_plotlyjs()}</script>
+<script type="text/plain" id="figures">{_deflated(to_json_plotly(drawn))}</script>
+<script>{script}</script>
+</body></html>
+"""
 
 
 @cache
@@ -129,9 +151,11 @@ def colours_of(scheme: Any) -> dict[str, Any]:
 
 
 def _contents(names: Sequence[str]) -> str:
-    entries = {"short": "In short"} | {name: TITLES.get(name, name) for name in names}
-    entries["runs"] = "What was run"
-    return "".join(f'<a href="#{key}">{escape(title)}</a>' for key, title in entries.items())
+    return f'<a href="#short">In short</a>{_links(names)}<a href="#runs">What was run</a>'
+
+
+def _links(names: Iterable[str]) -> str:
+    return "".join(f'<a href="#{name}">{escape(TITLES.get(name, name))}</a>' for name in names)
 
 
 def _in_short(names: Sequence[str], runs: Sequence[RunFile]) -> str:
@@ -177,13 +201,7 @@ def _section(name: str, runs: Sequence[RunFile], figures: list[dict[str, Any]]) 
         table = headline_rows([run.name for run in shown], found)
         parts.append(_table(*table, kind="headlines"))
     for run, figure in _figures(name, shown):
-        caption = f"<figcaption>{escape(run.label)}</figcaption>" if len(shown) > 1 else ""
-        height = int(figure["layout"].get("height", 450))
-        parts.append(
-            f'<figure>{caption}<div class="figure" data-figure="{len(figures)}" '
-            f'style="height:{height}px"></div></figure>'
-        )
-        figures.append(figure)
+        parts.append(_drawn(figure, figures, run.label if len(shown) > 1 else ""))
     definition = inspect.cleandoc(shown[0].definition(name))
     options = json.dumps(shown[0].probe(name).options())
     parts.append(
@@ -191,6 +209,16 @@ def _section(name: str, runs: Sequence[RunFile], figures: list[dict[str, Any]]) 
         f"<p>Options: {escape(options)}</p></details></section>"
     )
     return "\n".join(parts)
+
+
+def _drawn(figure: dict[str, Any], figures: list[dict[str, Any]], caption: str = "") -> str:
+    """The place of a figure, which joins those that the page draws."""
+    figures.append(figure)
+    height = int(figure["layout"].get("height", 450))
+    return (
+        f"<figure>{f'<figcaption>{escape(caption)}</figcaption>' if caption else ''}"
+        f'<div class="figure" data-figure="{len(figures) - 1}" style="height:{height}px"></div></figure>'
+    )
 
 
 def _figures(name: str, runs: Sequence[RunFile]) -> Iterator[tuple[RunFile, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from threading import RLock
@@ -95,6 +96,14 @@ class RunFile:
         """Whether no segment is missing."""
         done, all_ = self.progress()
         return done == all_
+
+    def state(self) -> str:
+        """How far the run is, and of an unfinished one when it was last written."""
+        done, all_ = self.progress()
+        if done == all_:
+            return "finished"
+        written = datetime.fromtimestamp(self.path.stat().st_mtime).astimezone()
+        return f"{done:,} of {all_:,} segments, the last at {written:%H:%M:%S on %d %B %Y}"
 
     def probes(self) -> list[str]:
         """The diagnostics that it holds, those with figures first, in the order of the figures."""
@@ -200,14 +209,12 @@ class RunFile:
         attributes, root = self.attributes(), self.root()
         identity, config = attributes["identity"], attributes["model_config"]
         segments = root["segments"].dataset
-        done, all_ = self.progress()
-        state = "finished" if done == all_ else f"{done:,} of {all_:,} segments done"
         visits = f"{root.sizes['execution']} executions of {len(np.unique(root.dataset['layer']))} layers"
         found = {
-            "state": state,
+            "state": self.state(),
             "checkpoint": f"{attributes['checkpoint']}, sha256 {identity['checkpoint_digest'][:16]}",
             "model": f"{attributes['model_type']}, {visits}, {attributes['heads']['query']} heads",
-            "data": f"{int(segments['tokens'].sum()):,} tokens, {all_:,} segments of "
+            "data": f"{int(segments['tokens'].sum()):,} tokens, {len(segments['tokens']):,} segments of "
             f"{len(np.unique(segments['document'])):,} documents, sha256 {identity['data_digest'][:16]}",
             "notes on the data": " ".join(attributes["data_notes"]) or "none",
             "number type, device": f"{identity['dtype']}, {identity['device']}",

@@ -197,7 +197,8 @@ def add_viewer_routes(
     def draw() -> flask.Response:
         given = _json()
         wanted = {name: _whole(given, name) for name in ("run", "shots", "seed", "types")}
-        return flask.jsonify(text=live().draw(**wanted))
+        text, shots = live().draw(**wanted)
+        return flask.jsonify(text=text, shots=shots)
 
     @routes.post("/live")
     def run_live() -> flask.Response:

@@ -20,7 +20,7 @@ class Reported:
 
     probe: str
     quantity: str  # of the probe's summary
-    at: Mapping[str, str] = field(default_factory=dict)  # the entry of it, by dimension
+    at: Mapping[str, str | int] = field(default_factory=dict)  # the entry of it, by dimension
     what: str
     says: str
     between: tuple[float, float] | None = None  # the ends, where it is a range
@@ -31,7 +31,7 @@ class Reported:
             return None
         values = summary[self.quantity]
         if any(label not in values[dim].values for dim, label in self.at.items()):
-            return None
+            return None  # e.g. other numbers of shots were asked for
         values = values.sel(self.at)
         values = values.mean([d for d in values.dims if d in ("head", "kv_head")])
         finite = values.values[np.isfinite(values.values)]
@@ -122,6 +122,29 @@ REPORTED = (
         what="the same for two heads of one visit",
         says=".28 to .34",
         between=(0.28, 0.34),
+    ),
+    *(
+        Reported(
+            probe="dyck-scores",
+            quantity="exact",
+            at={"shots": shots},
+            what=f"BIG-bench items answered exactly, {shots} shots",
+            says=says,
+        )
+        for shots, says in ((0, "about 0 %"), (32, "29.8 %, its Baseline 26.4 %"))
+    ),
+    *(
+        Reported(
+            probe="dyck-map",
+            quantity="change",
+            at={"map_region": region},
+            what=f"mass on {words} at visit 2 minus visit 1",
+            says=f"{says}: its Dyck head alone, 4 shots (1.6B)",
+        )
+        for region, words, says in (
+            ("bos", "the start token", "-.58 (.60 to .02)"),
+            ("demo_answer", "shown answers", "+.61 (.24 to .85)"),
+        )
     ),
 )
 

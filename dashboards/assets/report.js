@@ -26,6 +26,7 @@
   script.textContent = await inflated("plotly-js");
   document.head.append(script);
   const { figures, colours, config } = JSON.parse(await inflated("figures"));
+  if (print) config.displayModeBar = false; // it lies over titles
 
   const draw = place => {
     const { data, layout } = figures[place.dataset.figure];

@@ -499,6 +499,7 @@
           h("button", { type: "button", onclick: () => this.draw() }, "Draw a prompt"),
           h("button", { type: "button", onclick: () => this.takeText() }, "Text of the example")),
         h("p", { id: "sv-composer-note", class: "sv-note" },
+          this.drawn = h("b", {}),
           "Words around inputs and answers as in a prompt drawn here; the last input has no answer. Brackets close as usual. Ctrl+Enter runs."));
     }
 
@@ -528,7 +529,9 @@
     async draw() {
       const { viewer } = this, [shots, seed, types] = [this.shots, this.seed, this.types].map((input) => Number(input.value));
       await viewer.guarded(async () => {
-        this.text.value = (await viewer.source.draw({ run: viewer.state.run, shots, seed, types })).text;
+        const drawn = await viewer.source.draw({ run: viewer.state.run, shots, seed, types });
+        this.text.value = drawn.text;
+        this.drawn.textContent = drawn.shots < shots ? `Of ${shots} shots ${drawn.shots} fit into the model's context. ` : "";
         this.run();
       });
     }
@@ -1192,6 +1195,7 @@
         const found = stored && !zeroed.length ? { view: await source.header(state.run, state.ex), before: null } :
           await source.live({ run: state.run, zeroed, ...(stored ? { example: state.ex } : { text: state.prompt }) });
         if (generation !== this.generation) return;
+        this.opened = { run: state.run, ex: state.ex, prompt: state.prompt, zero: state.zero };
         Object.assign(this, { view: new View(found.view, source), before: found.before, rows: null });
         if (found.other_checkpoint) this.tell("The checkpoint that ran is not the one that the run was made with: these numbers are of another model.");
         if (!stored && this.composer.text.value === "") this.composer.text.value = state.prompt;
@@ -1202,6 +1206,13 @@
         this.heads.render();
         this.text.fill();
         await this.showHead();
+      } catch (error) {
+        if (error instanceof Failure && generation === this.generation && this.opened) { // what was shown before still is
+          Object.assign(state, this.opened);
+          this.renderExamples(this.runs[state.run].examples);
+          this.saveState();
+        }
+        throw error;
       } finally {
         if (generation === this.generation) this.root.setAttribute("aria-busy", "false");
       }
@@ -1549,7 +1560,6 @@
         this.heads.render();
         this.render();
       };
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", restyle, { signal });
       this.themes = new MutationObserver(restyle);
       this.themes.observe(document.documentElement, { attributes: true, attributeFilter: ["data-mantine-color-scheme"] });
       let width = 0;

@@ -37,6 +37,7 @@ from smeltscope.dashboards.figures.attention_sink import (
 )
 from smeltscope.dashboards.figures.common import PLOTLY_CONFIG, FigureKind, themed
 from smeltscope.dashboards.figures.dyck_map import head_of_map, regions_there
+from smeltscope.dashboards.figures.trajectory import trajectory_figure
 
 FIGURES: dict[str, tuple[FigureKind, ...]] = {
     "attention-sink": attention_sink.KINDS,
@@ -119,4 +120,5 @@ __all__ = [
     "sink_depth_profile",
     "sink_heatmaps",
     "themed",
+    "trajectory_figure",
 ]

@@ -19,7 +19,7 @@ from smeltscope.probes import summarize as summarize_probe
 from smeltscope.probes.compare import check_comparable
 from smeltscope.probes.grouping import groups_of, summarize_groups
 from smeltscope.probes.statistics import DRAWS
-from smeltscope.registry import make_probe, recorded_probe
+from smeltscope.registry import check_for_text, make_probe, recorded_probe
 from smeltscope.tasks import HeldOut
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def probe(
         smeltscope.summarize(run, "router-overlap")["overlap"]
     """
     chosen = [probes] if isinstance(probes, str | Probe) else list(probes)
+    if not isinstance(data, HeldOut):
+        check_for_text([p for p in chosen if isinstance(p, str)])
     instances = [make_probe(p) if isinstance(p, str) else p for p in chosen]
     if out is not None:
         check_out(Path(out), force=force)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from smeltscope.errors import SmeltscopeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import xarray as xr
 
     from smeltscope.probes import Probe
@@ -79,6 +81,14 @@ def make_probe(name: str, **options: Any) -> "Probe":
     module, attribute = ALL_PROBES[name][0].split(":")
     probe: Probe = getattr(importlib.import_module(module), attribute)(**options)
     return probe
+
+
+def check_for_text(names: "Sequence[str]") -> None:
+    """Refuse probes of prompts where there is only text, on which they find nothing."""
+    for name in names:
+        if name in PROMPT_PROBES:
+            command = "probe dyck-state" if name == "dyck-state" else "probe dyck"
+            raise SmeltscopeError(f"{name} measures Dyck prompts, not text; {command} runs it.")
 
 
 def recorded_probe(run: "xr.DataTree", name: str) -> "Probe":

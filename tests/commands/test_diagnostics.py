@@ -178,6 +178,9 @@ def test_names_that_are_no_diagnostics(probe: Call, tmp_path: Path) -> None:
     assert done.err == ("Error: No probe is called 'router-ovrlap'. Did you mean router-overlap?\n")
     done = probe("batch", "--probes", "", "--out", tmp_path / "x.h5")
     assert done.code == 2 and "There is: attention-sink, router-overlap" in done.err
+    done = probe("batch", "--probes", "loss,dyck-map", "--out", tmp_path / "x.h5")
+    assert done.code == 2
+    assert done.err == "Error: dyck-map measures Dyck prompts, not text; probe dyck runs it.\n"
     assert list(tmp_path.iterdir()) == []
 
 

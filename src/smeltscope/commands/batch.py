@@ -11,7 +11,7 @@ from smeltscope.commands.options import (
     output_options,
     sampling_options,
 )
-from smeltscope.registry import PROBES, make_probe
+from smeltscope.registry import PROBES, check_for_text, make_probe
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,6 +27,7 @@ def batch(*, probes: str | None, **given: Any) -> None:
     processes share the work under torchrun: torchrun --nproc-per-node 4 -m smeltscope probe batch ...
     """
     names = list(PROBES) if probes is None else [name.strip() for name in probes.split(",")]
+    check_for_text(names)
     chosen = [make_probe(name) for name in dict.fromkeys(names)]
     from smeltscope.activations import check_out
 

@@ -17,12 +17,12 @@ def run_files_of(paths: Sequence[Path]) -> "list[RunFile]":
     from smeltscope.dashboards.runs import RunFile
 
     runs = [RunFile(path, recorded_probe) for path in paths]
-    for run in runs:
-        if run.version() == "missing":
-            raise SmeltscopeError(f"There is no run file {run.given}.")
+    missing = [str(run.given) for run in runs if run.version() == "missing"]
+    if missing:
+        raise SmeltscopeError(f"There is no run file {' and no '.join(missing)}.")
     troubles = [trouble for run in runs if (trouble := run.trouble()) is not None]
     if len(troubles) == len(runs) and all(run.path.suffix != ".partial" for run in runs):
-        raise SmeltscopeError(troubles[0])
+        raise SmeltscopeError(" ".join(troubles))
     return runs
 
 

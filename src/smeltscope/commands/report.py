@@ -59,9 +59,9 @@ def report(
     if pdf is not None or png is not None:
         check_browser()
     runs = run_files_of(run_files)
-    for run in runs:
-        if (trouble := run.trouble()) is not None:
-            raise SmeltscopeError(trouble)
+    troubles = [trouble for run in runs if (trouble := run.trouble()) is not None]
+    if troubles:
+        raise SmeltscopeError(" ".join(troubles))
     log = terminal.make_log(quiet=quiet)
     write_report(runs, out)
     log.print(f"Report: {out.resolve()}", soft_wrap=True)

@@ -34,14 +34,27 @@ DEFAULT = "attention-sink,router-overlap,residual-updates,loss"
     "--out", type=click.Path(path_type=Path), metavar="FOLDER",
     help="Folder of the run files, one for each checkpoint. [default: trajectory in RUN_FOLDER]",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace run files that exist.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also as curves: one HTML file.",
+)
+@click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.option(
     "--csv", "as_csv", is_flag=True,
     help="Every number, one a line, in place of the tables: probe, quantity, step and other coordinates, value, ends of its interval.",
 )  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no notes.")
 def trajectory(
-    *, folder: Path, probes: str, out: Path | None, as_csv: bool, quiet: bool, **given: Any
+    *,
+    folder: Path,
+    probes: str,
+    out: Path | None,
+    report: Path | None,
+    as_csv: bool,
+    quiet: bool,
+    **given: Any,
 ) -> None:
     """How the diagnostics develop over a training: RUN_FOLDER is the output folder of `smelt train`.
 
@@ -51,10 +64,12 @@ def trajectory(
     """
     names = list(dict.fromkeys(name.strip() for name in probes.split(",")))
     chosen = [make_probe(name) for name in names]
-    from smeltscope.activations import open_run
+    from smeltscope.activations import check_out, open_run
     from smeltscope.probes.trajectory import trajectory as along_steps
 
     found = checkpoints_of(folder)
+    if report is not None:
+        check_out(report, force=given["force"], option="--report")
     out = out or folder / "trajectory"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -79,6 +94,12 @@ def trajectory(
             runs, lambda run: recorded_probe(run, name), mean_over=mean_over, seed=given["seed"]
         )
 
+    if report is not None:
+        from smeltscope.dashboards.report import render_trajectory, write_page
+
+        title = f"{folder.resolve().name}: {len(runs)} checkpoints"
+        write_page(report, render_trajectory({n: summary_of(n, ()) for n in names}, title))
+        log.print(f"Report: {report.resolve()}", soft_wrap=True)
     if as_csv:
         tables.print_csv({name: summary_of(name, ()) for name in names})
         return

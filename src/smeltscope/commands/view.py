@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import socket
 import webbrowser
 from pathlib import Path
 
@@ -47,7 +48,10 @@ def view(run_files: tuple[Path, ...], port: int, host: str, open_it: bool) -> No
     port = listening.getsockname()[1]
     token = None if is_local(host) else secrets.token_urlsafe(24)
     guard(app.server, port=port, token=token)
-    shown = f"[{host}]" if ":" in host else host
+    shown = (
+        socket.gethostname() if host in ("0.0.0.0", "::") else host
+    )  # every address of this machine
+    shown = f"[{shown}]" if ":" in shown else shown
     address = f"http://{shown}:{port}/" + ("" if token is None else f"?token={token}")
     log = terminal.make_log(quiet=False)
     server = make_quiet_server(app.server, listening)
