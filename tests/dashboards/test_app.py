@@ -273,7 +273,6 @@ def test_what_a_link_asks_for_and_does_not_get_is_said(runs: list[RunFile], tmp_
     assert "damaged.h5" in said("/attention-sink", "?run=2")
     assert "nothing is shown beside" in said("/attention-sink", "?run=0&against=7")
     assert said("/attention-sink", "?run=1&against=1") == "base.h5 is not compared with itself."
-    assert said("/no-such", "?run=1").startswith("base.h5 holds no no-such")
 
 
 def test_numbers_are_worked_out_once_and_anew_when_the_file_changes(
