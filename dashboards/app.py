@@ -19,10 +19,9 @@ import xarray as xr
 from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 
 from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, FigureKind, choices_of
-from smeltscope.dashboards.figures.common import Theme
+from smeltscope.dashboards.figures.common import Theme, in_theme
 from smeltscope.dashboards.numbers import choices, quantities_in, table_of
 from smeltscope.dashboards.overview import HEADLINES, NOTE, TITLES, Found, headline_rows, headlines
-from smeltscope.dashboards.report import colours_of
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import add_viewer_routes
 from smeltscope.errors import SmeltscopeError
@@ -606,7 +605,7 @@ def _figures(
             continue
         graph = dcc.Graph(
             id={"kind": "figure", "name": f"{kind.name}-{i}"},
-            figure={**figure, "layout": {**figure["layout"], **colours_of(scheme)}},
+            figure=in_theme(figure, scheme),
             config=cast(Any, PLOTLY_CONFIG),
             style={"height": figure["layout"].get("height", 450)},  # or it takes what its frame has
         )

@@ -15,12 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import xarray as xr
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, themed, trajectory_figure
+from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, trajectory_figure
+from smeltscope.dashboards.figures.common import DARK, layout_of
 from smeltscope.dashboards.overview import NOTE, TITLES, Found, headline_rows, headlines
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import viewer_fragment
@@ -112,7 +112,8 @@ def _page(title: str, links: str, parts: Sequence[str], figures: Sequence[dict[s
     style = (_ASSETS / "report.css").read_text(encoding="utf-8")
     drawn = {
         "figures": figures,
-        "colours": {"light": colours_of("light"), "dark": colours_of("dark")},
+        "layouts": {"light": layout_of("light"), "dark": layout_of("dark")},
+        "lighter": DARK,
         "config": PLOTLY_CONFIG,
     }
     return f"""<!doctype html>
@@ -138,13 +139,6 @@ def _plotlyjs() -> str:
 
 def _deflated(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-
-
-@cache
-def colours_of(scheme: Any) -> dict[str, Any]:
-    """The part of a figure's layout in which light and dark differ."""
-    found: dict[str, Any] = themed(go.Figure(), scheme).to_plotly_json()["layout"]
-    return found
 
 
 # ---- parts of the page

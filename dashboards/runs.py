@@ -209,11 +209,11 @@ class RunFile:
         attributes, root = self.attributes(), self.root()
         identity, config = attributes["identity"], attributes["model_config"]
         segments = root["segments"].dataset
-        visits = f"{root.sizes['execution']} executions of {len(np.unique(root.dataset['layer']))} layers"
+        runs = f"{root.sizes['execution']} executions of {len(np.unique(root.dataset['layer']))} layers"
         found = {
             "state": self.state(),
             "checkpoint": f"{attributes['checkpoint']}, sha256 {identity['checkpoint_digest'][:16]}",
-            "model": f"{attributes['model_type']}, {visits}, {attributes['heads']['query']} heads",
+            "model": f"{attributes['model_type']}, {runs}, {attributes['heads']['query']} heads",
             "data": f"{int(segments['tokens'].sum()):,} tokens, {len(segments['tokens']):,} segments of "
             f"{len(np.unique(segments['document'])):,} documents, sha256 {identity['data_digest'][:16]}",
             "notes on the data": " ".join(attributes["data_notes"]) or "none",
@@ -225,9 +225,11 @@ class RunFile:
             "packages": ", ".join(f"{k} {v}" for k, v in attributes["packages"].items()),
         }
         if "residual_scale" in config:
+            visits, first, last = (config[k] for k in ("num_visits", "loop_start", "loop_stop"))
             found["loop"] = (
-                f"layers {config['loop_start']}:{config['loop_stop']} run {config['num_visits']} times, "
-                f"residual scale {config['residual_scale']:g}"
+                f"layers {first} to {last - 1} run {visits} times, residual scale {config['residual_scale']:g}"
+                if visits > 1
+                else "none"
             )
         return found
 

@@ -25,13 +25,21 @@
   const script = document.createElement("script");
   script.textContent = await inflated("plotly-js");
   document.head.append(script);
-  const { figures, colours, config } = JSON.parse(await inflated("figures"));
+  const { figures, layouts, lighter, config } = JSON.parse(await inflated("figures"));
   if (print) config.displayModeBar = false; // it lies over titles
 
+  // Colours that are too dark on a dark page, exchanged.
+  const lightened = (part, name = "") => {
+    if (Array.isArray(part)) return part.map(entry => lightened(entry));
+    if (part !== null && typeof part === "object") {
+      return Object.fromEntries(Object.entries(part).map(([key, value]) => [key, lightened(value, key)]));
+    }
+    return name.endsWith("color") && Object.hasOwn(lighter, part) ? lighter[part] : part;
+  };
   const draw = place => {
-    const { data, layout } = figures[place.dataset.figure];
-    place.dataset.drawn = root.dataset.mantineColorScheme;
-    return Plotly.react(place, data, { ...layout, ...colours[place.dataset.drawn] }, config);
+    const scheme = place.dataset.drawn = root.dataset.mantineColorScheme, figure = figures[place.dataset.figure];
+    const { data, layout } = scheme === "dark" ? lightened(figure) : figure;
+    return Plotly.react(place, data, { ...layout, ...layouts[scheme] }, config);
   };
   const inSight = new Set();
   const drawLate = () => {

@@ -6,6 +6,7 @@ the colours of Okabe and Ito's palette.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from typing import Any, Literal
 
@@ -85,14 +86,22 @@ def has_values(summary: xr.Dataset, name: str) -> bool:
 
 def themed(figure: go.Figure, theme: Theme) -> go.Figure:
     """A copy of the figure in light or dark colours: Plotly does not follow the page that it stands on."""
-    drawn = figure.to_dict()
+    return go.Figure(in_theme(figure.to_dict(), theme))
+
+
+def in_theme(figure: dict[str, Any], theme: Theme) -> dict[str, Any]:
+    """`themed` of a figure as plotly.js takes it."""
     if theme == "dark":
-        drawn = _lightened(drawn)
-    return go.Figure(drawn).update_layout(
-        template=plotly.io.templates["plotly_white" if theme == "light" else "plotly_dark"],
-        paper_bgcolor=BACKGROUND[theme],
-        plot_bgcolor=BACKGROUND[theme],
-    )
+        figure = _lightened(figure)
+    return {**figure, "layout": {**figure["layout"], **layout_of(theme)}}
+
+
+@cache
+def layout_of(theme: Theme) -> dict[str, Any]:
+    """What a theme sets of a figure's layout."""
+    template = plotly.io.templates["plotly_white" if theme == "light" else "plotly_dark"]
+    ground = {name: BACKGROUND[theme] for name in ("paper_bgcolor", "plot_bgcolor")}
+    return {"template": template.to_plotly_json(), **ground}
 
 
 def _lightened(part: Any) -> Any:
