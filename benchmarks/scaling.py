@@ -3,8 +3,8 @@
     python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k] [--repeats 3]
 
 Runs `probe batch` over the shipped held-out text, repeated as often as needed: as many segments of the same lengths for each
-thousand tokens at every size. Each run has a process of its own, which first runs 2,000 tokens, so that what is loaded and
-made once for a model is not counted. Processor seconds are taken apart from within:
+thousand tokens at every size, in batches of 5,000 tokens, which every size fills: a smaller batch costs more per token. Each run has
+a process of its own, which first runs one such batch, so that what is loaded and made once for a model is not counted. Processor seconds are taken apart from within:
 
 - before: text is read, the model's sites are found, the run file is laid out.
 - pass: all batches, each with its forward, all probes and its rows written. Time per token is this one.
@@ -45,7 +45,7 @@ def marked(function):
 runner.Measurement.__call__ = marked(runner.Measurement.__call__)
 runner.RunWriter.write = marked(runner.RunWriter.write)
 arguments = sys.argv[1:]
-for tokens in ("2k", arguments.pop(0)):
+for tokens in ("5k", arguments.pop(0)):
     marks.clear()
     begun = time.process_time()
     code = run(probe, [*arguments, "--tokens", tokens])
@@ -103,6 +103,7 @@ def run(ckpt: str, folder: Path, tokens: str) -> list[float]:
     """Processor seconds before, in and after the pass of one `probe batch`, and its peak memory in bytes."""
     command = [sys.executable, "-c", SCRIPT, tokens, "batch", "--ckpt", ckpt]
     command += ["--data", str(folder / "text"), "--out", str(folder / "run.h5"), "--force", "-q"]
+    command += ["--batch-tokens", "5000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)

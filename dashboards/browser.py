@@ -49,13 +49,15 @@ def write_pdf(page: Path, out: Path) -> Path:
 
 
 def write_png(page: Path, out: Path) -> Path:
-    """A report as a picture; of a very long one the first 16,000 pixels."""
+    """A report as one picture; a very long one is drawn smaller."""
     said = _run(page, "--window-size=780,1000", "--dump-dom")
-    height = re.search(r'data-height="(\d+)"', said)
-    if height is None:
+    found = re.search(r'data-height="(\d+)"', said)
+    if found is None:
         raise SmeltscopeError(f"The browser did not draw {page}; open it to see why.")
-    size = f"--window-size=780,{min(int(height[1]) + 40, MOST_PIXELS)}"
-    return _made(page, out, size, "--screenshot={}")
+    height = int(found[1]) + 40
+    scale = min(1, MOST_PIXELS / height)
+    size = (f"--window-size=780,{height}", f"--force-device-scale-factor={scale:.4f}")
+    return _made(page, out, *size, "--screenshot={}")
 
 
 def _made(page: Path, out: Path, *flags: str) -> Path:
