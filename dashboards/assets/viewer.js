@@ -303,10 +303,10 @@
     massOn(execution, head, region = 0) {
       return this.mass[execution][head][region];
     }
-    /** Mass on the start token at the second visit minus that at the first. */
-    bosChange(layer, head) {
+    /** Mass on the start token at the second visit minus that at the first; of this prompt, or with the masses of another view of it. */
+    bosChange(layer, head, masses = this.mass) {
       const [first, second] = this.of(layer);
-      return second ? this.massOn(second.index, head) - this.massOn(first.index, head) : null;
+      return second ? masses[second.index][head][0] - masses[first.index][head][0] : null;
     }
     block(path, make, kept = this.blocks) {
       return kept.get(path, async () => make(await this.source.block(this.key, path)));
@@ -612,7 +612,7 @@
       this.grid.style.setProperty("--heads", Math.max(...viewer.view.heads));
       this.grid.replaceChildren(...(sort === "position" ? this.matrix() : this.ranking()));
       this.note.textContent = {
-        bos: "Mass on BOS at each visit, mean over targets; largest change first.",
+        bos: `Mass on BOS at each visit, mean over targets; largest change ${viewer.before ? "with nothing zeroed " : ""}first.`,
         ablation: `Rise of perplexity under ${viewer.ablation?.kind} ablation at all visits, on the half of the prompts that the Dyck head was not chosen on.`,
         position: "Thumbnails: the largest mass in each cell, square root scale.",
       }[sort];
@@ -1183,7 +1183,11 @@
     /** Show what `state` names: a stored example or a prompt, and what is zeroed in it. */
     async open() {
       const generation = ++this.generation, { state, source } = this, { examples } = this.runs[state.run];
-      if (state.prompt === null && state.ex >= examples.length) state.ex = 0;
+      const unmet = []; // what the address asks for and is not there
+      if (state.prompt === null && state.ex >= examples.length) {
+        if (examples.length) unmet.push(`example ${state.ex}`);
+        state.ex = 0;
+      }
       this.renderExamples(examples);
       if (state.prompt === null && !examples.length) {
         this.body.hidden = true;
@@ -1201,7 +1205,8 @@
         if (!stored && this.composer.text.value === "") this.composer.text.value = state.prompt;
         this.body.hidden = false;
         this.readStyle();
-        this.checkState();
+        unmet.push(...this.checkState());
+        if (unmet.length) this.tell(`There is no ${unmet.join(", no ")} here; something else is shown instead.`);
         this.answer.render();
         this.heads.render();
         this.text.fill();
@@ -1226,13 +1231,23 @@
       this.runSelect.value = String(this.state.run);
     }
 
-    /** Let the state name things that exist; choose the Dyck head where it names none. */
+    /** Let the state name things that exist; choose the Dyck head where it names none. Gives what it named that is not there. */
     checkState() {
-      const { state, view } = this;
-      if (!view.layers.includes(state.layer)) Object.assign(state, this.firstHead());
-      if (state.head === null || state.head >= view.headsOf(state.layer)) state.head = 0;
-      if (state.q !== null && state.q >= view.length) state.q = null;
+      const { state, view } = this, unmet = [];
+      if (!view.layers.includes(state.layer)) {
+        if (state.layer !== null) unmet.push(`layer ${state.layer}`);
+        Object.assign(state, this.firstHead());
+      }
+      if (state.head === null || state.head >= view.headsOf(state.layer)) {
+        if (state.head !== null) unmet.push(`head ${state.head}`);
+        state.head = 0;
+      }
+      if (state.q !== null && state.q >= view.length) {
+        unmet.push(`token ${state.q}`);
+        state.q = null;
+      }
       if (!this.sorts().includes(state.sort)) [state.sort] = this.sorts();
+      return unmet;
     }
 
     /** The numbers of the head chosen: the targets' rows, then whole patterns. */
@@ -1363,11 +1378,11 @@
       return there ? { layer: ablation.layer, head: ablation.head } : this.ranked("bos")[0];
     }
 
-    /** All heads, those first that the order puts first. */
+    /** All heads, those first that the order puts first: as with nothing zeroed, so that they stay where they are. */
     ranked(sort) {
-      const { view } = this;
+      const { view, before } = this;
       const all = view.layers.flatMap((layer) => Array.from({ length: view.headsOf(layer) }, (_, head) => ({ layer, head })));
-      const value = ({ layer, head }) => (sort === "ablation" ? this.rise(layer, head) : view.bosChange(layer, head));
+      const value = ({ layer, head }) => (sort === "ablation" ? this.rise(layer, head) : view.bosChange(layer, head, before?.mass));
       const rank = (place) => (value(place) === null ? -Infinity : sort === "bos" ? Math.abs(value(place)) : value(place));
       return all.sort((a, b) => (rank(a) === rank(b) ? 0 : rank(b) - rank(a)));
     }

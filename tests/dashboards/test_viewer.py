@@ -580,13 +580,17 @@ def test_a_link_reopens_the_view(visit: Callable, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    ["?layer=99&head=99&q=99999&run=9&ex=9", "?visit=7&dir=up&scale=x&sort=y&zero=z&layer=-1"],
+    ("bad", "says"),
+    [
+        ("?layer=99&head=99&q=99999&run=9&ex=9", "no example 9, no layer 99, no token 99999 here"),
+        ("?visit=7&dir=up&scale=x&sort=y&zero=z&layer=-1", ""),  # no numbers at all
+    ],
 )
-def test_links_to_what_is_not_there(bad: str, visit: Callable, address: str) -> None:
+def test_links_to_what_is_not_there(bad: str, says: str, visit: Callable, address: str) -> None:
     page = visit(address + bad)
     assert page.locator(".sv-title .sv-badge").count() == 1
-    assert page.locator(".sv-alert").inner_text() == ""
+    alert = page.locator(".sv-alert").inner_text()
+    assert says in alert and (alert == "") == (says == "")
 
 
 def test_a_prompt_is_run(visit: Callable, address: str) -> None:
@@ -615,14 +619,17 @@ def test_a_prompt_is_run(visit: Callable, address: str) -> None:
     page.wait_for_function(
         "document.querySelector('.sv-alert').textContent.includes('No bracket is left open')"
     )
+    page.wait_for_timeout(200)
+    assert query(page).get("prompt") != "Input: ( )\nOutput:"  # the address says what is shown
 
 
 def test_heads_and_visits_are_zeroed(visit: Callable, address: str, server: flask.Flask) -> None:
     page = visit(address + "?ex=1&layer=2&head=1")
-    overall = masses(page)
+    overall, order = masses(page), page.locator(".sv-name").all_inner_texts()
     page.keyboard.press("z")
     page.wait_for_selector(".sv-off")
     shown(page, "2.1")
+    assert page.locator(".sv-name").all_inner_texts() == order  # heads stay where they are
     assert query(page)["zero"] == "2.1.*"
     given = {"run": 0, "example": 1, "zeroed": [{"layer": 2, "head": 1}]}
     view = server.test_client().post("/viewer/live", json=given, **LOCAL).json["view"]
