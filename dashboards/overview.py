@@ -1,5 +1,6 @@
 """Headline numbers: what stands first of each diagnostic, beside what to hold it against and what the paper reports."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -253,7 +254,8 @@ def number(value: float, *, decimals: int | None = None, signed: bool = False) -
         size = abs(value)
         decimals = 3 if size < 1e-9 else int(np.clip(2 - np.floor(np.log10(size)), 0, 6))
         decimals = min(decimals, 3) if size >= 0.01 else decimals
-    return f"{value:{'+' if signed else ''},.{decimals}f}"
+    text = f"{value:{'+' if signed else ''},.{decimals}f}"
+    return re.sub(r"^[+-](0[.0]*)$", r"\1", text)  # a zero has no sign
 
 
 def with_interval(

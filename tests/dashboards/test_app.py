@@ -378,6 +378,7 @@ def test_numbers_have_the_digits_that_their_interval_has(
 
 def test_signs_and_percent() -> None:
     assert number(0.25, signed=True) == "+0.250"
+    assert number(-0.0001, decimals=2) == number(0.0001, decimals=2, signed=True) == "0.00"
     assert with_interval(0.25, 0.2, 0.31, percent=True) == "25 % [20, 31]"
 
 
