@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k] [--repeats 3]
 
 Runs `probe batch` over the shipped held-out text, repeated as often as needed: as many segments of the same lengths for each
-thousand tokens at every size, in batches of 5,000 tokens, which every size fills: a smaller batch costs more per token. Each run has
+thousand tokens at every size, in batches of 20 segments (5,120 tokens), which every size fills: a smaller batch costs more per token. Each run has
 a process of its own, which first runs one such batch, so that what is loaded and made once for a model is not counted. Processor seconds are taken apart from within:
 
 - before: text is read, the model's sites are found, the run file is laid out.
@@ -103,7 +103,7 @@ def run(ckpt: str, folder: Path, tokens: str) -> list[float]:
     """Processor seconds before, in and after the pass of one `probe batch`, and its peak memory in bytes."""
     command = [sys.executable, "-c", SCRIPT, tokens, "batch", "--ckpt", ckpt]
     command += ["--data", str(folder / "text"), "--out", str(folder / "run.h5"), "--force", "-q"]
-    command += ["--batch-tokens", "5000"]
+    command += ["--batch-tokens", "5120"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
