@@ -162,8 +162,9 @@ def with_nnsight(model: Any, input_ids: Tensor) -> Case:
 
 def _read_by_probes(layer: Any) -> list[Any]:
     attention = layer.self_attn
-    inside = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [layer, attention, *inside, layer.mlp, layer.mlp.gate]
+    inside = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "o_proj")
+    there = [part for name in inside if (part := getattr(attention, name, None)) is not None]
+    return [layer, attention, *there, layer.mlp, layer.mlp.gate]
 
 
 def timed(

@@ -1,6 +1,6 @@
 """Whether time per token and memory stay the same however long a run is.
 
-    python benchmarks/scaling.py [--ckpt NAME] [--seconds-at 10k 200k] [--peak-at 50k 500k] [--repeats 3]
+    python benchmarks/scaling.py [--ckpt NAME] [--tokens 10k 50k 200k 500k] [--repeats 3]
 
 Runs `probe batch` over the shipped held-out text, repeated as often as needed: as many segments of the same lengths for each
 thousand tokens at every size, in batches of 20 segments (5,120 tokens), which every size fills: a smaller batch costs more per token. Each run has
@@ -10,8 +10,8 @@ a process of its own, which first runs one such batch, so that what is loaded an
 - pass: all batches, each with its forward, all probes and its rows written. Time per token is this one.
 - after: the run file is packed, and the tables are made, with their intervals from resampling.
 
-Sizes take turns, so that a drifting machine hits all alike; medians over the turns, with their range. Memory is the peak of
-resident memory in the first turn.
+Sizes take turns, so that a drifting machine hits all alike; medians over the turns, of the time with their range. Memory is the peak of
+resident memory, up to the end of the pass and up to that of the run.
 """
 
 import argparse
@@ -31,7 +31,10 @@ import json, resource, sys, time
 from smeltscope.cli import probe, run
 from smeltscope.probes import runner
 
-marks = []
+marks, peaks = [], []
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def marked(function):
     def call(*args, **kwargs):
@@ -40,6 +43,7 @@ def marked(function):
             return function(*args, **kwargs)
         finally:
             marks.append(time.process_time())
+            peaks.append(peak())
     return call
 
 runner.Measurement.__call__ = marked(runner.Measurement.__call__)
@@ -51,8 +55,7 @@ for tokens in ("5k", arguments.pop(0)):
     code = run(probe, [*arguments, "--tokens", tokens])
     ended = time.process_time()
 seconds = [marks[0] - begun, marks[-1] - marks[0], ended - marks[-1]]
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps([*seconds, peak]), file=sys.stderr)
+print(json.dumps([*seconds, peaks[-1], peak()]), file=sys.stderr)
 sys.exit(code)
 """
 
@@ -62,27 +65,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ckpt", default="smelt-tiny")
-    parser.add_argument("--seconds-at", nargs="+", default=["10k", "200k"])
-    parser.add_argument("--peak-at", nargs="+", default=["50k", "500k"])
-    parser.add_argument("--repeats", type=int, default=3, help="of the sizes of --seconds-at")
+    parser.add_argument("--tokens", nargs="+", default=["10k", "50k", "200k", "500k"])
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    sizes = dict.fromkeys([*options.seconds_at, *options.peak_at])
-    found: dict[str, list[list[float]]] = {tokens: [] for tokens in sizes}
+    found: dict[str, list[list[float]]] = {tokens: [] for tokens in options.tokens}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         repeat_text(folder / "text", times=3)
-        for turn in range(options.repeats):
-            for tokens in sizes if turn == 0 else options.seconds_at:
-                found[tokens].append(run(options.ckpt, folder, tokens))
-    print("| tokens | before | pass | after | pass per 1,000 tokens | peak MB |")
-    print("|---|---|---|---|---|---|")
+        for _ in range(options.repeats):
+            for tokens, runs in found.items():
+                runs.append(run(options.ckpt, folder, tokens))
+    print("| tokens | before | pass | after | pass per 1,000 tokens | peak MB, pass | run |")
+    print("|---|---|---|---|---|---|---|")
     for tokens, runs in found.items():
-        before, whole, after = (statistics.median(run[i] for run in runs) for i in range(3))
+        before, whole, after, of_pass, of_run = map(statistics.median, zip(*runs, strict=True))
         each = sorted(run[1] / float(tokens.removesuffix("k")) for run in runs)
-        spread = f" [{each[0]:.4f}, {each[-1]:.4f}]" if len(runs) > 1 else ""
         print(
             f"| {tokens} | {before:.1f} | {whole:.1f} | {after:.1f} "
-            f"| {statistics.median(each):.4f}{spread} | {runs[0][3] / 2**20:,.0f} |"
+            f"| {statistics.median(each):.4f} [{each[0]:.4f}, {each[-1]:.4f}] "
+            f"| {of_pass / 2**20:,.0f} | {of_run / 2**20:,.0f} |"
         )
 
 
@@ -100,7 +101,7 @@ def repeat_text(folder: Path, times: int) -> None:
 
 
 def run(ckpt: str, folder: Path, tokens: str) -> list[float]:
-    """Processor seconds before, in and after the pass of one `probe batch`, and its peak memory in bytes."""
+    """Processor seconds before, in and after the pass of one `probe batch`, and peaks of its memory in bytes."""
     command = [sys.executable, "-c", SCRIPT, tokens, "batch", "--ckpt", ckpt]
     command += ["--data", str(folder / "text"), "--out", str(folder / "run.h5"), "--force", "-q"]
     command += ["--batch-tokens", "5120"]
