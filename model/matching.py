@@ -1,9 +1,9 @@
 """Matching: looped configurations that cost what a Baseline costs in parameters, FLOPs and KV cache at once.
 
 The free choices are the width, the number and width of the experts, the head size and the GQA ratio (query heads for
-each K/V head), on grids of multiples of 8. For every width, head size and ratio the three budgets say what the other
-sizes ought to be: the cache the number of K/V heads, the FLOPs the width of the experts, the parameters their
-number. The neighbours of these on the grids are counted exactly.
+each K/V head), on grids of multiples of 8. All that lie within the tolerances are found: for every width, head size
+and expert width the cache bounds the number of K/V heads; FLOPs and parameters, two linear equations in the GQA
+ratio and the number of experts, bound these.
 Source: arXiv 2609.01343, which narrows the width, adds experts, and takes smaller heads or a higher GQA ratio.
 """
 
@@ -23,6 +23,7 @@ STEP = 8  # 16 bytes of bfloat16: what matrix multiplications and flash attentio
 HEAD_SIZES = np.array([*range(16, 129, STEP), 160, 192, 256])
 GQA_RATIOS = np.arange(1, 17)
 TOLERANCES = {"training_flops": 0.04, "parameters": 0.01, "cache_bytes": 0.04}  # the paper's
+FARTHEST = 10  # times the tolerances: what is farther off is no match in any sense
 
 _LOOP = ("loop_start", "loop_stop", "num_visits", "residual_scale")
 _FREE = {  # the sizes that are chosen, and the fields of SmeltConfig that hold them
@@ -71,29 +72,41 @@ def find_matches(
     """Looped configurations on the budgets of `baseline`, the best first, at most `most`.
 
     They have the Baseline's number of layers, of which `span` (half-open, by default the middle half) runs `visits`
-    times. The order is that of the mismatch, in steps of a tenth; among equals, those come first whose head size, GQA
-    ratio and proportions are nearest to the Baseline's.
+    times. The order is that of the mismatch, in steps of a tenth; in a step, those come first whose head size, GQA
+    ratio and proportions are nearest to the Baseline's. A mismatch above `FARTHEST` is not listed.
 
-    Raises SmeltscopeError for a Baseline that is looped, and for choices that make no model.
+    Raises SmeltscopeError for a Baseline that is looped, for choices that make no model, and where nothing is near.
     """
     if baseline.num_visits != 1:
         raise SmeltscopeError(
             f"The Baseline of a match runs every layer once, and this one loops {len(baseline.span)} of them; "
             "give the model without the loop."
         )
+    fixed = fixed or Choices()
     loop = {"num_visits": visits}
     if span is not None:
         loop |= {"loop_start": span[0], "loop_stop": span[1]}
     table = {k: v for k, v in model_table(baseline).items() if k not in _LOOP} | loop
+    given = {f: getattr(fixed, n) for n, f in _FREE.items() if getattr(fixed, n, None) is not None}
     start = sizes_of(baseline)
     target = budget_of(start, document_length=document_length)
-    looped = dataclasses.replace(start, executions=len(SmeltConfig(**table).executions))
-    grid = _candidates(looped, target, fixed or Choices(), document_length)
-    mismatch = _mismatch(_excess(grid, target, document_length))  # by candidate
-    order = np.lexsort((_distance(grid, start), np.round(mismatch, 1)))[: 16 * most]
+    # choices that make no model fail here
+    executions = len(SmeltConfig(**table | given).executions)
+    looped = dataclasses.replace(start, executions=executions)
+    for within in (1, FARTHEST):  # most often enough of them match, and need no wider search
+        grid = _candidates(looped, target, fixed, document_length, within)
+        mismatch = _mismatch(_excess(grid, target, document_length))  # by candidate
+        if mismatch.size >= most:
+            break
+    if mismatch.size == 0:
+        raise SmeltscopeError(
+            f"No configuration comes within {FARTHEST} times what is tolerated of the Baseline's budgets: free a "
+            "choice, or begin with a Baseline whose sizes are well above the steps of 8."
+        )
+    order = np.lexsort((_distance(grid, start), np.ceil(10 * mismatch)))[:most]
     rows = np.stack([getattr(grid, name)[order] for name in _FREE], axis=1)
     matches = []
-    for row in list(dict.fromkeys(map(tuple, rows.tolist())))[:most]:
+    for row in rows.tolist():
         chosen: dict[str, Any] = dict(zip(_FREE, row, strict=True))
         sizes = dataclasses.replace(looped, **chosen)
         config = SmeltConfig(**table | dict(zip(_FREE.values(), row, strict=True)))
@@ -125,45 +138,73 @@ def _proportions(sizes: Sizes) -> tuple[Number, ...]:
     )
 
 
-def _candidates(looped: Sizes, target: Budget, fixed: Choices, document_length: float) -> Sizes:
-    """Configurations near the three budgets: arrays of one length."""
+def _candidates(
+    looped: Sizes, target: Budget, fixed: Choices, document_length: float, within: float
+) -> Sizes:
+    """All configurations that are off by at most `within` times what is tolerated: arrays of one length."""
+
+    def cost(**sizes: Any) -> NDArray[np.float64]:
+        """Budgets in the order of `TOLERANCES`, by candidate."""
+        budget = budget_of(dataclasses.replace(looped, **sizes), document_length=document_length)
+        return np.array([getattr(budget, name) for name in TOLERANCES])
+
+    def between(bare: Number, per_one: Number) -> tuple[Number, Number]:
+        """How many of a size there are at least and at most, by FLOPs and parameters."""
+        low, high = ((bound - bare)[:2] / per_one[:2] for bound in (least, most))
+        return np.max(low, axis=0), np.min(high, axis=0)
+
+    goal = np.array([[getattr(target, name)] for name in TOLERANCES])
+    slack = within * goal * np.array([[share] for share in TOLERANCES.values()])
+    least, most = goal - slack, goal + slack
     # As wide as the Baseline, or narrower in the proportion in which there are more executions.
-    narrowest = looped.width * looped.layers // looped.executions // STEP * STEP
+    narrowest = max(looped.width * looped.layers // looped.executions // STEP * STEP, STEP)
+    widths = _grid(fixed.width, np.arange(narrowest, looped.width + 1, STEP))
+    # No expert is wider than when the active ones take all FLOPs.
+    narrow = cost(width=widths[0], heads=0, kv_heads=0, experts=0, expert_width=1)[0]
+    expert_widths = np.arange(STEP, int(most[0, 0] / narrow) + 1, STEP)
     axes = np.meshgrid(
-        _grid(fixed.width, np.arange(max(narrowest, STEP), looped.width + 1, STEP)),
-        _grid(fixed.head_size, HEAD_SIZES),
-        _grid(fixed.gqa_ratio, GQA_RATIOS),
+        widths, _grid(fixed.head_size, HEAD_SIZES), _grid(fixed.expert_width, expert_widths)
     )
-    width, head_size, ratio = (axis.ravel() for axis in axes)
-    found = dataclasses.replace(looped, width=width, head_size=head_size, heads=ratio, kv_heads=1)
+    names = ("width", "head_size", "expert_width")
+    found: dict[str, Any] = {name: axis.ravel() for name, axis in zip(names, axes, strict=True)}
 
-    def neighbours(name: str, budget: str, step: int = STEP, least: int = STEP) -> NDArray[Any]:
-        """The values of a size on its grid on either side of the one that meets a budget."""
+    per_kv_head = cost(**found, heads=0, kv_heads=1)[2]
+    low, high = least[2] / per_kv_head, most[2] / per_kv_head
+    found = _spread(found, "kv_heads", np.maximum(low, 1), high)
 
-        def cost(value: int) -> Number:
-            size: dict[str, Any] = {name: value}
-            sizes = dataclasses.replace(found, **size)
-            return getattr(budget_of(sizes, document_length=document_length), budget)
+    # FLOPs and parameters are linear in the GQA ratio and the number of experts.
+    ratios = _grid(fixed.gqa_ratio, GQA_RATIOS)
+    bare = cost(**found, heads=0, experts=fixed.experts or 0)
+    per_ratio = cost(**found, heads=found["kv_heads"], experts=fixed.experts or 0) - bare
+    if fixed.experts is not None:
+        low, high = between(bare, per_ratio)
+    else:
+        # FLOPs less as many times the parameters as makes the experts cancel out: what remains bounds the ratio.
+        per_expert = cost(**found, heads=0, experts=1) - bare
+        times = per_expert[0] / per_expert[1]
+        slope = per_ratio[0] - times * per_ratio[1]
+        low = (least[0] - bare[0] - times * (most[1] - bare[1])) / slope
+        high = (most[0] - bare[0] - times * (least[1] - bare[1])) / slope
+    found = _spread(found, "heads", np.maximum(low, ratios[0]), np.minimum(high, ratios[-1]))
+    found["heads"] *= found["kv_heads"]
+    if fixed.experts is not None:
+        found["experts"] = np.full_like(found["heads"], fixed.experts)
+    else:
+        bare = cost(**found, experts=0)
+        low, high = between(bare, cost(**found, experts=1) - bare)
+        found = _spread(found, "experts", np.maximum(low, looped.active_experts), high, step=STEP)
+    return dataclasses.replace(looped, **found)
 
-        # every budget is linear in every size
-        below = (getattr(target, budget) - cost(0)) // (cost(1) - cost(0)) // step * step
-        return np.maximum(np.stack([below, below + step]), least).astype(np.int64)
 
-    kv_heads = neighbours("kv_heads", "cache_bytes", step=1, least=1)
-    found = dataclasses.replace(found, kv_heads=kv_heads, heads=ratio * kv_heads)
-    # The number of experts, which FLOPs feel in the router only, follows last: here as many more as executions.
-    experts = fixed.experts or looped.experts * looped.executions // looped.layers
-    found = dataclasses.replace(found, experts=experts)
-    meets = "training_flops" if fixed.experts is None else "parameters"
-    expert_width = fixed.expert_width or neighbours("expert_width", meets)
-    found = dataclasses.replace(found, expert_width=expert_width)
-    if fixed.experts is None:
-        found = dataclasses.replace(
-            found, experts=neighbours("experts", "parameters", least=looped.active_experts)
-        )
-    arrays = np.broadcast_arrays(*(getattr(found, name) for name in _FREE))
-    chosen: dict[str, Any] = {n: a.ravel() for n, a in zip(_FREE, arrays, strict=True)}
-    return dataclasses.replace(found, **chosen)
+def _spread(
+    found: dict[str, Any], name: str, low: Number, high: Number, *, step: int = 1
+) -> dict[str, Any]:
+    """Every candidate with each multiple of `step` from `low` to `high` for one size more."""
+    first = np.ceil(low / step).astype(np.int64)
+    count = np.maximum(np.floor(high / step).astype(np.int64) - first + 1, 0)
+    at = np.repeat(np.arange(count.size), count)
+    nth = np.arange(at.size) - np.repeat(np.cumsum(count) - count, count)
+    return {key: sizes[at] for key, sizes in found.items()} | {name: (first[at] + nth) * step}
 
 
 def _grid(fixed: int | None, free: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -79,6 +79,21 @@ def test_info_of_other_models(smelt: Run, tmp_path: Path) -> None:
     assert counts["control-moved-sink"]["sparsity"] > 0
 
 
+def test_info_of_a_qwen3_moe(smelt: Run, tmp_path: Path) -> None:
+    model = tiny("qwen3_moe")
+    model.save_pretrained(tmp_path / "qwen")
+    code, out, _ = smelt("info", "smelt-tiny", tmp_path / "qwen")
+    assert code == 0 and "not for" not in out
+    assert "qwen3_moe, 3 layers, each run once; width 32" in out
+    code, out, _ = smelt("info", tmp_path / "qwen", "--document-length", 32, "--json")
+    count = json.loads(out)[str(tmp_path / "qwen")]
+    budget = budget_of(sizes_of(model.config), document_length=32)
+    assert count["training_flops"] == budget.training_flops
+    assert count["cache_bytes"] == budget.cache_bytes and count["sparsity"] > 0
+    code, out, _ = smelt("info", tmp_path / "qwen", "--dense", tmp_path / "qwen", "--json")
+    assert json.loads(out)[str(tmp_path / "qwen")]["sparsity"] == 0
+
+
 MODEL = "[model]\nnum_physical_layers = 4\nhidden_size = 32\nnum_attention_heads = 4\n"
 
 
@@ -120,7 +135,7 @@ def test_wrong_names_are_sentences(smelt: Run, tmp_path: Path) -> None:
     code, _, err = smelt("match", tmp_path / "llama")
     assert code == 2 and "a match begins with a Baseline" in err
     code, _, err = smelt("info", "smelt-tiny", "--dense", tmp_path / "llama")
-    assert code == 2 and "relative to a SMELT or a Baseline" in err
+    assert code == 2 and "relative to a SMELT, a Baseline or a Qwen3-MoE" in err
 
 
 def test_match_lists_and_writes(smelt: Run, tmp_path: Path) -> None:
@@ -148,9 +163,21 @@ def test_match_lists_and_writes(smelt: Run, tmp_path: Path) -> None:
     assert found["matches"][0]["excess"]["parameters"] == pytest.approx(share)
 
 
-def test_match_says_when_nothing_is_near(smelt: Run) -> None:
-    code, out, _ = smelt("match", "baseline-tiny", "--width", 152, "--experts", 4, "--most", 1)
-    assert code == 0 and "None lies within these" in out
+def test_match_says_when_nothing_is_near(smelt: Run, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    sizes = {"hidden_size": 152, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 3}
+    sizes |= {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    sizes |= {"num_physical_layers": 8, "num_visits": 1, "vocab_size": 64}
+    lines = [f"{name} = {size}" for name, size in sizes.items()]
+    file.write_text("\n".join(["[model]", *lines, "max_position_embeddings = 256", ""]))
+    args = ("match", file, "--head-size", 32, "--width", 112)
+    code, out, _ = smelt(*args)  # 136 experts of width 8
+    assert code == 0 and ".758" in out and "None lies within these" not in out
+    code, out, _ = smelt(*args, "--experts", 48)
+    assert code == 0 and "2.208" in out and "None lies within these" in out
+    code, out, err = smelt(*args, "--experts", 4, "--out", tmp_path / "smelt.toml")
+    assert code == 2 and out == "" and "within 10 times what is tolerated" in err
+    assert not (tmp_path / "smelt.toml").exists()
 
 
 @pytest.mark.parametrize("span", ["6:2", "2-6", "x"])

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig
 
-from smeltscope.model import SmeltConfig, SmeltForCausalLM, tiny
+from smeltscope.model import SmeltForCausalLM, tiny
 from smeltscope.model.budgets import (
     Budget,
     budget_of,
     count_parameters,
     dense_counterpart,
+    has_sizes,
     sizes_of,
     sparsity,
 )
@@ -36,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def budget(config: SmeltConfig, document_length: float = 1, **options: Any) -> Budget:
+def budget(config: Any, document_length: float = 1, **options: Any) -> Budget:
     return budget_of(sizes_of(config), document_length=document_length, **options)
 
 
@@ -117,6 +119,48 @@ def test_flops_are_those_that_pytorch_counts(variant: str, length: int) -> None:
     own = budget(model.config, length)  # type: ignore[arg-type]
     forward = own.full_square_flops + own.head_flops
     assert counted_flops(model, length, backward=False) == length * forward
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"attention_bias": True, "tie_word_embeddings": True},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24},
+    ],
+    ids=str,
+)
+def test_a_qwen3_moe_is_counted_like_a_baseline(overrides: dict[str, Any]) -> None:
+    model: Any = tiny("qwen3_moe", **overrides)
+    assert has_sizes(model.config)
+    own = budget(model.config, 13)
+    assert count_parameters(model.config) == (own.parameters, own.embedding_parameters)
+    forward = own.full_square_flops + own.head_flops
+    assert counted_flops(model, 13, backward=False) == 13 * forward
+    cache = model(torch.arange(11)[None], use_cache=True).past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == 11 * budget(model.config, cache_bits=32).cache_bytes
+
+
+def test_a_qwen3_moe_that_names_no_head_size() -> None:
+    named = tiny("qwen3_moe").config.to_dict()
+    config = Qwen3MoeConfig(**{key: value for key, value in named.items() if key != "head_dim"})
+    own = budget(config)
+    assert count_parameters(config) == (own.parameters, own.embedding_parameters)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"mlp_only_layers": [1]},
+        {"decoder_sparse_step": 2},
+        {"use_sliding_window": True, "sliding_window": 8},
+    ],
+    ids=str,
+)
+def test_a_qwen3_moe_with_other_layers_has_no_sizes(overrides: dict[str, Any]) -> None:
+    assert not has_sizes(tiny("qwen3_moe", **overrides).config)
+    assert not has_sizes(tiny("olmoe").config)
 
 
 def test_a_backward_pass_costs_two_forwards() -> None:
@@ -206,10 +250,15 @@ def test_geometries_for_the_papers_configurations(paper: SimpleNamespace) -> Non
 
 
 def test_sparsity_of_the_papers_configurations(paper: SimpleNamespace) -> None:
-    """S as printed, for F0 and N0 that round to what is printed of the row with S = 0."""
+    """S within .15 points of print; as printed, for F0 and N0 that round to what is printed of the row with S = 0.
+
+    The rounding of N0 is why a SMELT's S may be off by more than its own: at 200M N0 is .21, so that the 15.4 points
+    of active parameters are known to 2.4 % of themselves, .37 points.
+    """
     rows = list(paper.rows())
     for i, row in enumerate(rows):
         printed = float(row.printed["sparsity"])
+        assert abs(row.sparsity - printed) <= 0.15
         start = rows[i // 4 * 4]  # S = 0 of the scale and architecture
         if row is start:
             assert row.sparsity == printed == 0
@@ -235,7 +284,8 @@ def test_sparsity_of_the_papers_configurations(paper: SimpleNamespace) -> None:
         # What `smelt info` says without --dense
         sizes = sizes_of(row.config)
         dense = budget_of(dense_counterpart(sizes), document_length=paper.DOCUMENT_LENGTH)
-        assert 100 * sparsity(row.budget, dense) == pytest.approx(printed, abs=1.1)
+        lower = printed / 100 - sparsity(row.budget, dense)
+        assert lower > -0.0005 and round(lower, 3) <= 0.010
 
 
 def test_the_table_in_the_docs_is_what_the_script_prints(

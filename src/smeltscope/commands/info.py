@@ -12,7 +12,7 @@ from smeltscope.commands.options import TokenCount
 from smeltscope.commands.terminal import make_output, number, print_json
 
 if TYPE_CHECKING:
-    from smeltscope.model import SmeltConfig
+    from transformers import Qwen3MoeConfig
 
 # Names in --json, and the lines of the table.
 LINES = {
@@ -54,13 +54,14 @@ def info(
     from rich.table import Table
 
     from smeltscope.errors import SmeltscopeError
+    from smeltscope.model.budgets import has_sizes
     from smeltscope.model.config_files import load_config
 
     configs = {name: load_config(name) for name in names}
     reference = None if dense is None else load_config(dense)
-    if reference is not None and reference.model_type != "smelt":
+    if reference is not None and not has_sizes(reference):
         raise SmeltscopeError(
-            f"--dense {dense} is a {reference.model_type}: S is relative to a SMELT or a Baseline."
+            f"--dense {dense} is a {reference.model_type}: S is relative to a SMELT, a Baseline or a Qwen3-MoE."
         )
     counts = {name: count(c, document_length, reference) for name, c in configs.items()}
     if as_json:
@@ -76,10 +77,11 @@ def info(
     for key, line in LINES.items():
         table.add_row(line, *(_cell(key, c, first) for c in counts.values()))
     console.print(table)
-    others = [name for name, config in configs.items() if config.model_type != "smelt"]
+    others = [name for name, config in configs.items() if not has_sizes(config)]
     if others:
         console.print(
-            f"FLOPs, cache and sparsity are counted for SMELTs and Baselines; not for {', '.join(others)}."
+            "FLOPs, cache and sparsity are counted for SMELTs, Baselines, and Qwen3-MoEs with experts in every layer; "
+            f"not for {', '.join(others)}."
         )
     if len(others) < len(names):
         lengths = {c["document_length"] for c in counts.values() if "document_length" in c}
@@ -91,18 +93,19 @@ def info(
 
 
 def count(
-    config: Any, document_length: int | None, dense: "SmeltConfig | None" = None
+    config: Any, document_length: int | None, dense: "Qwen3MoeConfig | None" = None
 ) -> dict[str, Any]:
-    """The numbers of `LINES`; of a model that is no SMELT, its parameters alone."""
+    """The numbers of `LINES`; of a model whose sizes are not known, its parameters alone."""
     from smeltscope.model.budgets import (
         budget_of,
         count_parameters,
         dense_counterpart,
+        has_sizes,
         sizes_of,
         sparsity,
     )
 
-    if config.model_type != "smelt":
+    if not has_sizes(config):
         parameters, at_ends = count_parameters(config)
         return {"parameters": parameters, "embedding_parameters": at_ends}
     length = length_of(config, document_length)
@@ -124,7 +127,7 @@ def count(
     }
 
 
-def length_of(config: "SmeltConfig", given: int | None) -> int:
+def length_of(config: "Qwen3MoeConfig", given: int | None) -> int:
     """The length of documents that was asked for, or the context."""
     from smeltscope.errors import SmeltscopeError
 
@@ -140,21 +143,24 @@ def describe(config: Any) -> str:
     """A configuration in a line."""
     from smeltscope.errors import SmeltscopeError
     from smeltscope.model import executions_of
+    from smeltscope.model.budgets import has_sizes, sizes_of
 
-    if config.model_type != "smelt":
+    if not has_sizes(config):
         try:
             return f"{config.model_type}, {len(executions_of(config))} executions"
         except SmeltscopeError:
             return config.model_type
+    sizes = sizes_of(config)
     loop = "each run once"
-    if config.num_visits > 1:
+    if sizes.executions > sizes.layers:
         span = config.span
         loop = f"{span.start} to {span.stop - 1} run {config.num_visits} times"
-        loop += f" ({len(config.executions)} executions)"
+        loop += f" ({sizes.executions} executions)"
+    kind = "" if config.model_type == "smelt" else f"{config.model_type}, "
     return (
-        f"{config.num_physical_layers} layers, {loop}; width {config.hidden_size}; {config.num_attention_heads} heads "
-        f"of size {config.head_dim} on {config.num_key_value_heads} K/V heads; {config.num_experts} experts of width "
-        f"{config.moe_intermediate_size}, {config.num_experts_per_tok} active"
+        f"{kind}{sizes.layers} layers, {loop}; width {sizes.width}; {sizes.heads} heads "
+        f"of size {sizes.head_size} on {sizes.kv_heads} K/V heads; {sizes.experts} experts of width "
+        f"{sizes.expert_width}, {sizes.active_experts} active"
     )
 
 

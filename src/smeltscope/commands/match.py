@@ -65,7 +65,12 @@ size = click.IntRange(1)
     help="Tokens that attention reaches back over: the length of documents. [default: the context]",
 )
 @click.option(
-    "--most", type=size, default=10, show_default=True, metavar="N", help="How many are listed."
+    "--most",
+    type=size,
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="How many are listed at most.",
 )
 @click.option(
     "--out",
