@@ -1,6 +1,7 @@
 """Recipes: what `smelt train` is told, read from TOML and checked before anything is computed."""
 
 import dataclasses
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from smeltscope.errors import SmeltscopeError
 
-NUMBERS = tuple[int, ...]  # the type of a field that is a list in TOML
+NUMBERS, WORDS = tuple[int, ...], tuple[str, ...]  # types of fields that are lists in TOML
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,11 @@ class DataRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """The text of [data], whose categories take turns."""
+    """The text of [data], or some categories of it, which take turns."""
 
     weight: float  # this source's rows are to all rows as its weight is to the sum of weights
-    name: str = "text"
+    name: str = "text"  # in messages; its rows have the categories of their documents
+    categories: tuple[str, ...] = ()  # none named: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +212,8 @@ class Recipe:
     mixture: tuple[Source, ...] = (TextSource(weight=1.0),)
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise SmeltscopeError(f"seed is {self.seed}: it must be 0 or more.")
+        if not 0 <= self.seed < 2**32:
+            raise SmeltscopeError(f"seed is {self.seed}: it must be 0 or more, and below 2**32.")
         self._check_mixture()
         if self.training.batch_tokens % self.data.context:
             raise SmeltscopeError(
@@ -225,7 +227,9 @@ class Recipe:
             )
 
     def _check_mixture(self) -> None:
-        names = [source.name for source in self.mixture]
+        texts = [source for source in self.mixture if isinstance(source, TextSource)]
+        names = [source.name for source in self.mixture if source not in texts]
+        chosen = [category for source in texts for category in source.categories]
         for source in self.mixture:
             if source.weight <= 0:
                 raise SmeltscopeError(
@@ -240,8 +244,16 @@ class Recipe:
                     f"[[mixture]] {source.name} has stretches of {source.lengths[1]} tokens: with their "
                     f"copies they do not fit into context {self.data.context}."
                 )
-        if sum(isinstance(source, TextSource) for source in self.mixture) > 1:
-            raise SmeltscopeError("[[mixture]] has two sources text: all text of [data] is one.")
+        if len(texts) > 1 and not all(source.categories for source in texts):
+            raise SmeltscopeError(
+                "[[mixture]] has several sources text: each must name its categories, as without them one has "
+                "all text of [data]."
+            )
+        for category in chosen:
+            if chosen.count(category) > 1:
+                raise SmeltscopeError(
+                    f"[[mixture]] names the category {category!r} of the text twice."
+                )
 
     @property
     def batch_rows(self) -> int:
@@ -263,6 +275,8 @@ def load_recipe(path: Path, *, data: Path | None = None, output: Path | None = N
     parts = {"model": dict, "tokenizer": dict, "data": dict, "training": dict}
     known = {"seed": int, **parts, "mixture": list}
     _check_keys("recipe", table, known=known, required={"seed", *parts})
+    for name in (*parts, "mixture"):
+        _check_finite("[[mixture]]" if name == "mixture" else f"[{name}]", table.get(name))
     base = path.parent if data is None else data
     words = dict(table["data"])
     for name in ("train", "heldout"):
@@ -316,7 +330,7 @@ def _build(where: str, kind: type, table: dict[str, Any]) -> Any:
     known = {field.name: field.type for field in fields}
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     _check_keys(where, table, known=known, required=required)
-    return kind(**{k: tuple(v) if known[k] == NUMBERS else v for k, v in table.items()})
+    return kind(**{k: tuple(v) if known[k] in (NUMBERS, WORDS) else v for k, v in table.items()})
 
 
 def _check_keys(
@@ -330,17 +344,25 @@ def _check_keys(
         kind = known[key] if known[key] is not float else float | int
         if kind in (int, float | int, int | None) and isinstance(value, bool):
             raise SmeltscopeError(f"{where} {key} is {value!r}: expected a number.")
-        if kind == NUMBERS:
-            if not isinstance(value, list) or not all(type(n) is int for n in value):
-                raise SmeltscopeError(
-                    f"{where} {key} is {value!r}: expected a list of whole numbers."
-                )
+        if kind in (NUMBERS, WORDS):
+            item, said = (int, "whole numbers") if kind == NUMBERS else (str, "names")
+            if not isinstance(value, list) or not all(type(n) is item for n in value):
+                raise SmeltscopeError(f"{where} {key} is {value!r}: expected a list of {said}.")
         elif kind not in (tuple[Path, ...],) and not isinstance(value, kind):
             name = getattr(kind, "__name__", str(kind))
             raise SmeltscopeError(f"{where} {key} is {value!r}: expected {name}.")
     missing = sorted(required - table.keys())
     if missing:
         raise SmeltscopeError(f"{where} lacks {', '.join(missing)}.")
+
+
+def _check_finite(where: str, value: Any) -> None:
+    """Refuse the nan and inf of TOML, which no comparison would catch; tables and lists are gone through."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SmeltscopeError(f"{where} is {value}: it must be a finite number.")
+    items = value.items() if isinstance(value, dict) else ()
+    for key, inner in enumerate(value, 1) if isinstance(value, list) else items:
+        _check_finite(f"{where} {key}", inner)
 
 
 def _one_of(where: str, key: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,10 +1,12 @@
 """The folder of a training run: its recipe, its checkpoints, its metrics."""
 
 import csv
+import errno
 import json
 import shutil
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ WHOLE = "whole"  # a file in a checkpoint, written last: a kill while saving lea
 NEWEST = 2  # checkpoints that stay, whatever else does
 # Keys of [training] that change nothing of what the run up to its end computes.
 FREE_KEYS = ("training.output", "training.branches", "training.branch_steps")
+# Of these one is left wherever something would be lost.
+BEGUN = ("rows.npz", "metrics.jsonl", "checkpoint-*", "final")
+NO_ROOM = 1_000_000  # bytes that a full disk may still have
 
 
 def open_run(recipe: Recipe) -> Path:
@@ -26,7 +31,7 @@ def open_run(recipe: Recipe) -> Path:
     kept = output / "recipe.toml"
     if output.exists() and not output.is_dir():
         raise SmeltscopeError(f"{output} is a file: name a folder for the output.")
-    begun = (output / "rows.npz").exists()  # before that, nothing would be lost
+    begun = any(any(output.glob(name)) for name in BEGUN)
     if begun and kept.exists():
         changed = changed_keys(kept.read_text(encoding="utf-8"), recipe.text)
         if changed:
@@ -38,7 +43,8 @@ def open_run(recipe: Recipe) -> Path:
         raise SmeltscopeError(f"{output} is not empty and holds no run: give --out a new folder.")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f"{output.name}.recipe.partial")
+        beside = output.resolve()  # so that `.` has a name
+        partial = beside.with_name(f"{beside.name}.recipe.partial")
         partial.write_text(recipe.text, encoding="utf-8")
         partial.rename(kept)
     except OSError as error:
@@ -93,22 +99,51 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def last_good(output: Path) -> str:
-    """Half a sentence that names the newest whole checkpoint."""
-    checkpoint = last_checkpoint(output)
+def processes_of(checkpoint: Path) -> int:
+    """How many processes wrote a checkpoint: each leaves its random state there."""
+    return len(list(checkpoint.glob("rng_state*.pth")))
+
+
+def last_good(output: Path, start: Path | None = None) -> str:
+    """Half a sentence that names the newest whole checkpoint; without one, `start`, where the run begins."""
+    checkpoint = last_checkpoint(output) or start
     if checkpoint is None:
         return "there is no checkpoint from before"
     return f"the last good checkpoint is {checkpoint}"
 
 
-def check_space(output: Path, needed: int, what: str) -> None:
-    """Raise SmeltscopeError when `needed` bytes do not fit on the disk of `output`."""
+def check_space(output: Path, needed: int, what: str, start: Path | None = None) -> None:
+    """Raise SmeltscopeError when `needed` bytes do not fit on the disk of `output`; `start` as in `last_good`."""
     free = shutil.disk_usage(output).free
     if free < needed:
         raise SmeltscopeError(
             f"{what} needs {needed / 1e6:.1f} MB, but the disk of {output} has {free / 1e6:.1f} MB left; "
-            f"{last_good(output)}. Free some space and run the command again: it goes on from there."
+            f"{last_good(output, start)}. Free some space and run the command again: it goes on from there."
         )
+
+
+@contextmanager
+def full_disk_told(output: Path) -> Iterator[None]:
+    """Raise SmeltscopeError in place of what a writer raises when the disk is full, OSError or not."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_full_disk(error, output):
+            raise
+        raise SmeltscopeError(
+            f"The disk is full: {output} could not be written; free some space and run the command again, "
+            "it goes on from the last whole checkpoint."
+        ) from error
+
+
+def _is_full_disk(error: Exception, output: Path) -> bool:
+    text = str(error).lower()
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return True
+    if "no space left" in text or "os error 28" in text:  # safetensors and tokenizers
+        return True
+    # torch.save names a line of its source and no reason
+    return "inline_container" in text and shutil.disk_usage(output).free < NO_ROOM
 
 
 def finish_checkpoint(checkpoint: Path, *, kept: Collection[int]) -> None:
@@ -148,7 +183,9 @@ def forget_metrics_after(output: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    path.write_text("".join(kept))
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(kept))
+    partial.rename(path)
 
 
 def write_curve(output: Path, path: Path) -> None:

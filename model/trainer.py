@@ -24,7 +24,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.losses import router_losses, token_losses
 from smeltscope.model.rows import Rows
-from smeltscope.model.run_folder import add_metrics, check_space, finish_checkpoint, last_good
+from smeltscope.model.run_folder import (
+    add_metrics,
+    check_space,
+    finish_checkpoint,
+    full_disk_told,
+    last_good,
+)
 from smeltscope.model.sharding import (
     local_part,
     shard,
@@ -81,9 +87,10 @@ def one_row(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 class SmeltTrainer(Trainer):
     """The stock Trainer with our losses, logged by category and expert; it keeps whole checkpoints only.
 
-    `kept` are the steps whose checkpoints are written and stay; `watch` is called at each evaluation. Layers that are
-    `compiled` run uncompiled there: what looks into them would have them compiled again. For the same reason
-    attention runs on PyTorch's kernels there. A `sharded` model is spread over the processes when training begins.
+    `kept` are the steps whose checkpoints are written and stay; `start` is the checkpoint of another run that this one
+    begins from; `watch` is called at each evaluation. Layers that are `compiled` run uncompiled there: what looks into
+    them would have them compiled again. For the same reason attention runs on PyTorch's kernels there. A `sharded` model
+    is spread over the processes when training begins.
     """
 
     loss_is_scaled_for_ga = True
@@ -94,6 +101,7 @@ class SmeltTrainer(Trainer):
         heldout: Rows,
         router_z_loss: float = 0.0,
         kept: Collection[int] = (),
+        start: Path | None = None,
         watch: Watch | None = None,
         compiled: bool = False,
         sharded: bool = False,
@@ -106,6 +114,7 @@ class SmeltTrainer(Trainer):
         self.heldout = heldout
         self.router_z_loss = router_z_loss
         self.kept = kept
+        self.start = start
         self.watch = watch
         self.categories: tuple[str, ...] = kwargs["train_dataset"].rows.categories
         self.evaluated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics
@@ -149,7 +158,7 @@ class SmeltTrainer(Trainer):
         if not bool(torch.isfinite(loss)):
             raise SmeltscopeError(
                 f"The loss is {loss.item()} at step {self.state.global_step + 1}: "
-                f"{last_good(self.output)}; try a lower learning_rate."
+                f"{last_good(self.output, self.start)}; try a lower learning_rate."
             )
         of_category = torch.zeros(2, len(self.categories), device=loss.device)
         of_category.index_add_(1, category, torch.stack([losses.detach().sum(1), predicted]))
@@ -168,10 +177,9 @@ class SmeltTrainer(Trainer):
 
     # ------------------------------------------------------------ the log
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if "train_runtime" in logs:  # the Trainer's closing summary, of the last start only
             return
-        beside: dict[str, Any] = {}
         if "loss" in logs and self.sums:
             seconds = time.perf_counter() - self.clock
             sums: Any = self.accelerator.reduce(self.sums, "sum")
@@ -196,11 +204,11 @@ class SmeltTrainer(Trainer):
                 where = f"layer {e.layer} visit {e.visit}"
                 logs[f"expert_load_max/{where}"] = load[e.index].max().item()
                 logs[f"experts_unused/{where}"] = (load[e.index] == 0).double().mean().item()
-            beside["expert_load"] = load.cpu().numpy().round(3).tolist()
+            logs["expert_load"] = load.cpu().numpy().round(3).tolist()
         super().log(logs, start_time)
         self.state.log_history.clear()  # every checkpoint would hold the whole of it
         if self.is_world_process_zero():
-            add_metrics(self.output, {"step": self.state.global_step, **logs, **beside})
+            add_metrics(self.output, {"step": self.state.global_step, **logs})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         if self.evaluated[0] == self.state.global_step:  # the last step is a Trainer's epoch too
@@ -233,11 +241,13 @@ class SmeltTrainer(Trainer):
         if broken:  # anywhere, so that all processes stop
             raise SmeltscopeError(
                 f"Weights are no longer numbers after step {self.state.global_step}: "
-                f"{last_good(self.output)}; try a lower learning_rate."
+                f"{last_good(self.output, self.start)}; try a lower learning_rate."
             )
         needed = BYTES_OF_PARAMETER * sum(p.numel() for p in parameters) + BYTES_BESIDE
-        check_space(self.output, needed, f"The checkpoint of step {self.state.global_step}")
-        super()._save_checkpoint(model, trial)
+        what = f"The checkpoint of step {self.state.global_step}"
+        check_space(self.output, needed, what, self.start)
+        with full_disk_told(self.output):  # for another program may have filled it meanwhile
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # each process writes a part of it
         if self.is_world_process_zero():
             checkpoint = self.output / f"checkpoint-{self.state.global_step}"

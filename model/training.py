@@ -27,7 +27,9 @@ from smeltscope.model.rows import Rows
 from smeltscope.model.run_folder import (
     check_space,
     forget_metrics_after,
+    full_disk_told,
     last_checkpoint,
+    processes_of,
     remove_cut_short,
     step_of,
     whole_checkpoints,
@@ -107,7 +109,8 @@ def train_model(
     its last whole checkpoint, and computes what it would have computed without the interruption. `device` is auto,
     cpu or cuda; on CUDA the forward is computed in bfloat16, elsewhere in float32. What `watch` finds at each
     evaluation is logged. Under torchrun each process computes a share of every step's rows.
-    Raises SmeltscopeError when the loss is no longer a number, or the disk too small for a checkpoint.
+    Raises SmeltscopeError when the loss is no longer a number, the disk too small for a checkpoint, or the number of
+    processes another than that which wrote the checkpoint to go on from.
     """
     training = recipe.training
     output = training.output
@@ -117,6 +120,10 @@ def train_model(
         if (folder / "final").exists():
             return
         folder.mkdir(exist_ok=True)
+        checkpoint, begin = last_checkpoint(folder), None
+        if checkpoint is None and start is not None:
+            checkpoint = begin = _start_of_branch(output, start)
+        step = step_of(checkpoint) if checkpoint else 0
         arguments = make_arguments(recipe, folder, device, steps=steps, decay_steps=decay_steps)
         set_seed(recipe.seed)
         model = make_model(recipe, tokenizer)
@@ -131,26 +138,27 @@ def train_model(
             heldout=heldout,
             router_z_loss=training.router_z_loss,
             kept=_kept(recipe) if start is None else (),
+            start=begin,
             watch=watch,
             compiled=training.compile,
             sharded=training.shard,
             callbacks=list(callbacks),
         )
         silence(trainer)
-        checkpoint = last_checkpoint(folder)
-        if checkpoint is None and start is not None:
-            checkpoint = _start_of_branch(output, start)
-        step = step_of(checkpoint) if checkpoint else 0
-        if trainer.is_world_process_zero():
+        main, train = trainer.is_world_process_zero(), step < steps  # else `final` alone is missing
+        if checkpoint and train:
+            _check_processes(checkpoint, arguments.world_size)
+        if main:
             remove_cut_short(folder)
             forget_metrics_after(folder, step)
-            if is_tensorboard_available():
+            if train and is_tensorboard_available():
                 trainer.add_callback(_tensorboard(folder, step))
         trainer.accelerator.wait_for_everyone()
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.evaluate()
-        if trainer.is_world_process_zero():
-            save_final(tokenizer, folder / "final", run=folder, recipe=recipe)
+        if train:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if main:
+            with full_disk_told(folder):
+                save_final(tokenizer, folder / "final", run=folder, recipe=recipe)
         trainer.accelerator.wait_for_everyone()
 
     train_into(output, steps=training.total_steps, decay_steps=training.decay_steps, start=None)
@@ -289,12 +297,46 @@ def _start_of_branch(output: Path, step: int) -> Path:
     return checkpoint
 
 
+def _check_processes(checkpoint: Path, processes: int) -> None:
+    """Each process balances the routers within its own share of a step: another number computes something else."""
+    before = processes_of(checkpoint)
+    if before != processes:
+        raise SmeltscopeError(
+            f"{checkpoint} was written by {before} processes, and here are {processes}, which would compute something "
+            f"else: go on with {before}."
+        )
+
+
+class _TensorBoard(TensorBoardCallback):
+    """transformers' own, and for each execution a histogram of what its experts were given: i to i + 1 is expert i."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **given: Any
+    ) -> None:
+        numbers = {name: value for name, value in logs.items() if name != "expert_load"}
+        for execution, load in zip(
+            model.config.executions, logs.get("expert_load", ()), strict=False
+        ):
+            self.tb_writer.add_histogram_raw(
+                f"expert_load/layer {execution.layer} visit {execution.visit}",
+                min=0,
+                max=len(load),
+                num=sum(load),
+                sum=sum((i + 0.5) * x for i, x in enumerate(load)),
+                sum_squares=sum((i + 0.5) ** 2 * x for i, x in enumerate(load)),
+                bucket_limits=range(1, len(load) + 1),
+                bucket_counts=load,
+                global_step=state.global_step,
+            )
+        super().on_log(args, state, control, logs=numbers, **given)
+
+
 def _tensorboard(output: Path, step: int) -> TensorBoardCallback:
-    """transformers' own; what was logged after `step`, where the run goes on, is hidden."""
+    """What was logged after `step`, where the run goes on, is hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = str(output / "tensorboard")
-    callback = TensorBoardCallback(SummaryWriter(folder, purge_step=step + 1))
+    callback = _TensorBoard(SummaryWriter(folder, purge_step=step + 1))
     callback.logging_dir = folder
     return callback
 

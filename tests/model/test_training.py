@@ -1,6 +1,7 @@
 """Training: the loss falls, a stopped run goes on as if nothing had happened, errors are sentences."""
 
 import csv
+import errno
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import (
@@ -38,8 +39,15 @@ from smeltscope.model import SmeltForCausalLM, tiny
 from smeltscope.model.losses import router_losses
 from smeltscope.model.recipe import load_recipe
 from smeltscope.model.rows import Rows, load_rows
-from smeltscope.model.run_folder import changed_keys, last_checkpoint, open_run, whole_checkpoints
-from smeltscope.model.speed import qwen3_moe_like
+from smeltscope.model.run_folder import (
+    changed_keys,
+    forget_metrics_after,
+    full_disk_told,
+    last_checkpoint,
+    open_run,
+    whole_checkpoints,
+)
+from smeltscope.model.speed import Speed, qwen3_moe_like
 from smeltscope.model.trainer import FLASH, RowDataset, one_row
 from smeltscope.model.training import build_config, make_model, train_model
 
@@ -251,14 +259,100 @@ def test_log_tells_losses_by_category_and_load_by_expert(finished: Path) -> None
     for name in ("a", "b"):
         assert 0 <= heldout[f"max_head_sink/{name}/visit 2"] <= 1
     assert all(0 < line["tokens_per_second"] < 1e9 for line in lines if "loss" in line)
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board = accumulator.EventAccumulator(str(finished / "tensorboard"))
-    board.Reload()
+    board = events(finished)
     losses = [(e.step, e.value) for e in board.Scalars("train/loss")]
     logged = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert [step for step, _ in losses] == [step for step, _ in logged]
     assert [x for _, x in losses] == pytest.approx([x for _, x in logged], rel=1e-6)
     assert "train/max_head_sink/a/visit 2" in board.Tags()["scalars"]
+    assert len(board.Tags()["histograms"]) == 6
+    for e, name in enumerate(executions):
+        found = board.Histograms(f"expert_load/layer {name}")
+        assert [f.step for f in found] == [step for step, _ in logged]
+        for f, line in zip(found, (line for line in lines if "loss" in line), strict=True):
+            assert f.histogram_value.bucket == line["expert_load"][e]
+            assert f.histogram_value.bucket_limit == [1, 2, 3, 4]
+
+
+def events(output: Path) -> Any:
+    """What TensorBoard shows of a run."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    everything = {"scalars": 0, "histograms": 0}
+    board = accumulator.EventAccumulator(str(output / "tensorboard"), size_guidance=everything)
+    return board.Reload()
+
+
+@pytest.mark.parametrize(("ratio", "noted"), [(0.94, True), (0.96, False)])
+def test_slow_training_is_noted(
+    finished: Path, data: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, noted: bool
+) -> None:
+    speed = Speed(ours=ratio * 1000, qwen3_moe=1000)
+    monkeypatch.setattr("smeltscope.model.speed.measure_speed", lambda *_, **__: speed)
+    result = run_command(data / "recipe.toml", "--out", finished, "-q", "--measure")
+    assert result.stdout.startswith(f"speed: {ratio * 1000:.0f} tokens/s")
+    assert ("note: less than 0.95 x" in result.stderr) == noted
+
+
+def test_text_comes_from_the_folder_of_data(finished: Path, data: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("steps = 12", "steps = 1").replace("steps = 2", "steps = 0"))
+    failed = run_command(recipe, "--out", tmp_path / "out", "-q")
+    assert "a.train.jsonl, named in [data], does not exist" in str(failed.exception)
+    result = run_command(recipe, "--out", tmp_path / "out", "-q", "--data", data)
+    assert result.exception is None, result.exception
+    rows, theirs = (load_rows(run / "rows.npz", "train") for run in (tmp_path / "out", finished))
+    assert (rows.tokens == theirs.tokens[: len(rows)]).all() and len(rows) == 8
+
+
+def test_sink_rate_is_logged_where_segments_are_long_enough(data: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("context = 32", "context = 64").replace("steps = 12", "steps = 2")
+    (data / "long.toml").write_text(text.replace("warmup_steps = 2", "warmup_steps = 0"))
+    result = run_command(data / "long.toml", "--out", tmp_path / "run", "-q")
+    assert result.exception is None, result.exception
+    [logged] = [line for line in metrics(tmp_path / "run") if "heldout_loss" in line]
+    heldout = load_rows(tmp_path / "run" / "rows.npz", "heldout")
+    model = AutoModelForCausalLM.from_pretrained(
+        last_checkpoint(tmp_path / "run"), dtype=torch.float32, attn_implementation="eager"
+    )
+    for c, name in enumerate(heldout.categories):
+        shares: dict[str, list[bool]] = {}
+        for row in np.flatnonzero(heldout.category == c)[:8]:
+            if heldout.lengths[row] < 64:
+                continue
+            ids = torch.from_numpy(heldout.tokens[row : row + 1].astype(np.int64))
+            with torch.no_grad():
+                attentions = model(ids, output_attentions=True).attentions
+            for e, weights in zip(model.config.executions, attentions, strict=True):
+                looped = e.layer in model.config.span
+                where = f"visit {e.visit}" if looped else "other layers"
+                above = weights[0, :, :, 0].mean(1) > 0.3  # (head,), over all 64 queries
+                shares.setdefault(where, []).extend(above.tolist())
+        assert set(shares) == {"visit 1", "visit 2", "other layers"}
+        for where, found in shares.items():
+            assert logged[f"sink_rate/{name}/{where}"] == pytest.approx(np.mean(found))
+
+
+def test_adamw_decays_matrices_and_no_norms(finished: Path, data: Path, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen.update(given)
+            seen["decay"] = {
+                id(p): group["weight_decay"]
+                for group in given["optimizer"].param_groups
+                for p in group["params"]
+            }
+
+    short = ("steps = 1", "warmup_steps = 0", "weight_decay = 0.3")
+    run_recipe(data, parts(finished), tmp_path / "run", *short, callbacks=(Look(),))
+    decay = {name: seen["decay"][id(p)] for name, p in seen["model"].named_parameters()}
+    norms = {name for name in decay if "norm" in name}
+    assert len(norms) == 4 * 2 + 1 and len(decay) == len(seen["decay"]) > 2 * len(norms)
+    assert decay == {name: 0.0 if name in norms else 0.3 for name in decay}
+    optimizer = seen["optimizer"].optimizer
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert all(group["betas"] == (0.9, 0.95) for group in optimizer.param_groups)
 
 
 # ---------------------------------------------------------------- batches
@@ -300,6 +394,19 @@ class KeepGradients(TrainerCallback):
             self.gradients = {name: p.grad.clone() for name, p in named}
 
 
+class CountAttention(TrainerCallback):
+    """How often attention is computed in training."""
+
+    calls = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def count(module: torch.nn.Module, *_: Any) -> None:
+            self.calls += module.training
+
+        for layer in given["model"].model.layers:
+            layer.self_attn.register_forward_hook(count)
+
+
 def test_accumulated_batches_make_the_step_of_one(
     finished: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -323,8 +430,17 @@ def test_activations_computed_again_give_the_same_bits(
 ) -> None:
     options = ("steps = 2", "warmup_steps = 0", "router_z_loss = 0.1")
     given = parts(finished)
-    plain = run_recipe(data, given, tmp_path / "plain", *options)
-    again = run_recipe(data, given, tmp_path / "again", *options, "checkpoint_activations = true")
+    once, twice = CountAttention(), CountAttention()
+    plain = run_recipe(data, given, tmp_path / "plain", *options, callbacks=(once,))
+    again = run_recipe(
+        data,
+        given,
+        tmp_path / "again",
+        *options,
+        "checkpoint_activations = true",
+        callbacks=(twice,),
+    )
+    assert (once.calls, twice.calls) == (2 * 6, 2 * 6 * 2)  # steps, executions, again
     assert_same(weights(again, 2), weights(plain, 2))
     without = run_recipe(data, given, tmp_path / "without", *options[:2])
     gate = "model.layers.1.mlp.gate.weight"  # the router's losses reach it
@@ -515,6 +631,10 @@ def test_stopped_run_goes_on_as_if_uninterrupted(
     # A line before every save: the sums of a line never span a resumption.
     assert [line["step"] for line in metrics(whole) if "loss" in line] == [3, 4, 6, 8, 9, 12]
     assert metrics(output) == metrics(whole)
+    boards = events(output), events(whole)
+    for tag in ("train/loss", "train/heldout_loss"):  # what came before the stop is there once
+        ours, theirs = ([(e.step, e.value) for e in board.Scalars(tag)] for board in boards)
+        assert ours == theirs
     assert_same(weights(output, 12), weights(whole, 12))
     assert_same(
         *(load_file(run / "final" / "model.safetensors") for run in (output, whole)),
@@ -542,6 +662,67 @@ def test_killed_command_resumes(finished: Path, data: Path) -> None:
     assert "rows" not in done.stderr  # they were kept
     assert "step 12/12" in done.stderr and "step 1/12" not in done.stderr
     assert metrics(output) == metrics(finished)
+
+
+@pytest.mark.slow
+def test_run_killed_while_saving_goes_on_from_the_checkpoint_before(
+    finished: Path, data: Path
+) -> None:
+    output = data / "killed while saving"
+    code = """
+import os, torch
+save = torch.save
+def die(thing, file, *more, **options):  # the weights are written by then
+    if "checkpoint-8" in str(file):
+        os._exit(9)
+    save(thing, file, *more, **options)
+torch.save = die
+from smeltscope.commands.train import train
+train()
+"""
+    command = [sys.executable, "-c", code, str(data / "recipe.toml"), "--out", str(output), "-q"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 9, done.stderr
+    assert (output / "checkpoint-8" / "model.safetensors").exists()
+    assert last_checkpoint(output) == output / "checkpoint-4"
+    result = run_command(data / "recipe.toml", "--out", output, "-q")
+    assert result.exception is None, result.exception
+    assert metrics(output) == metrics(finished)
+    assert_same(weights(output, 12), weights(finished, 12))
+
+
+def test_run_goes_on_with_as_many_processes(finished: Path, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoint-12")
+    state = run / "checkpoint-8" / "rng_state.pth"
+    shutil.copy(state, state.with_name("rng_state_0.pth"))  # as two processes leave them
+    state.rename(state.with_name("rng_state_1.pth"))
+    before = (run / "metrics.jsonl").read_bytes()
+    told = "checkpoint-8 was written by 2 processes, and here are 1, .*: go on with 2"
+    with pytest.raises(SmeltscopeError, match=told):
+        run_recipe(data, parts(finished), run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_are_whole_whenever_the_kill_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    metrics_file = tmp_path / "metrics.jsonl"
+    metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    for method in ("write_text", "rename"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, method, kill)
+            forget_metrics_after(tmp_path, 1)
+        assert metrics_file.read_text() == '{"step": 1}\n{"step": 2}\n{"st'
+    forget_metrics_after(tmp_path, 1)
+    assert metrics_file.read_text() == '{"step": 1}\n'
+    assert list(tmp_path.iterdir()) == [metrics_file]
 
 
 def test_loss_that_is_no_number_stops_the_run(finished: Path, data: Path, tmp_path: Path) -> None:
@@ -589,7 +770,105 @@ def test_full_disk_is_told_before_a_checkpoint_is_written(
     assert metrics(output) == metrics(finished)
 
 
+# What safetensors and PyTorch say when the disk is full; the latter names no reason.
+FULL = {
+    "safetensors": SafetensorError("I/O error: No space left on device (os error 28)"),
+    "torch": RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+}
+
+
+@pytest.mark.parametrize(
+    ("writer", "error", "moment"),
+    [
+        ("transformers.modeling_utils.safe_save_file", "safetensors", "on_step_end"),
+        ("torch.save", "torch", "on_step_end"),
+        ("transformers.modeling_utils.safe_save_file", "safetensors", "on_train_end"),
+    ],
+)
+def test_disk_that_fills_up_while_saving_is_told(
+    finished: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: str,
+    error: str,
+    moment: str,
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        usage = shutil.disk_usage(tmp_path)._replace(free=4096)
+        monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+        raise FULL[error]
+
+    class Fill(TrainerCallback):
+        def on_event(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step in (8, 12):
+                monkeypatch.setattr(writer, full)
+
+    setattr(Fill, moment, Fill.on_event)
+    output = tmp_path / "full"
+    with pytest.raises(SmeltscopeError, match=f"The disk is full: {output} could not be written"):
+        run_recipe(data, parts(finished), output, callbacks=(Fill(),))
+    whole = [4] if moment == "on_step_end" else [8, 12]
+    assert list(whole_checkpoints(output)) == whole
+    monkeypatch.undo()
+    run_recipe(data, parts(finished), output)
+    assert metrics(output) == metrics(finished)
+    assert_same(*(load_file(run / "final" / "model.safetensors") for run in (output, finished)))
+
+
+def test_other_errors_of_a_writer_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(SmeltscopeError, match="The disk is full"), full_disk_told(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for error in (FULL["torch"], OSError(errno.EIO, "Input/output error"), ValueError("x")):
+        with pytest.raises(type(error)) as told, full_disk_told(tmp_path):
+            raise error
+        assert told.value is error
+
+
 # ---------------------------------------------------------------- branches, and what is kept
+
+
+@pytest.fixture(scope="module")
+def branched(finished: Path, data: Path) -> Path:
+    """A run with a branch, whose last steps are no multiples of `eval_every`."""
+    options = ("steps = 8", "eval_every = 5", "branches = [5]", "branch_steps = 2")
+    return run_recipe(data, parts(finished), data / "branched", *options)
+
+
+def test_run_that_lacks_its_finished_model_alone_gets_it(
+    branched: Path, finished: Path, data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "branched"
+    shutil.copytree(branched, run)
+    for folder in (run, run / "branch-5"):
+        shutil.rmtree(folder / "final")
+    recipe = load_recipe(data / "branched.toml", output=run)
+    train_model(recipe, **parts(finished))
+    for name, evaluated in ((".", [5, 8]), ("branch-5", [7])):
+        ours, theirs = run / name, branched / name
+        assert (ours / "metrics.jsonl").read_text() == (theirs / "metrics.jsonl").read_text()
+        assert [m["step"] for m in metrics(ours) if "heldout_loss" in m] == evaluated
+        assert list(whole_checkpoints(ours)) == list(whole_checkpoints(theirs))
+        shown = [[e.step for e in events(r).Scalars("train/heldout_loss")] for r in (ours, theirs)]
+        assert shown == [evaluated, evaluated]
+        assert_same(*(load_file(r / "final" / "model.safetensors") for r in (ours, theirs)))
+
+
+def test_lost_branch_names_the_checkpoint_it_began_from(
+    branched: Path, finished: Path, data: Path, tmp_path: Path
+) -> None:
+    class Break(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            with torch.no_grad():
+                given["model"].lm_head.weight[0, 0] = torch.nan
+
+    run = tmp_path / "branched"
+    shutil.copytree(branched, run)
+    shutil.rmtree(run / "branch-5")
+    recipe = load_recipe(data / "branched.toml", output=run)
+    told = f"The loss is nan at step 7: the last good checkpoint is {run / 'checkpoint-5'};"
+    with pytest.raises(SmeltscopeError, match=re.escape(told)):
+        train_model(recipe, **{**parts(finished), "watch": None}, callbacks=(Break(),))
 
 
 def test_branch_decays_from_a_step_on_its_own(finished: Path, data: Path, tmp_path: Path) -> None:
@@ -628,6 +907,12 @@ def test_branch_decays_from_a_step_on_its_own(finished: Path, data: Path, tmp_pa
         ("seed = 3", "seed = true", "expected a number"),
         ("seed = 3", "seed = ", "no TOML file"),
         ("seed = 3", "seed = -1", "0 or more"),
+        ("seed = 3", "seed = 4294967296", "seed is 4294967296: it must be 0 or more, and below"),
+        (
+            "[model]",
+            "[model]\nrms_norm_eps = nan",
+            "[model] rms_norm_eps is nan: it must be a finite",
+        ),
         ("hidden_size", "hiden_size", "unknown key 'hiden_size'"),
         ("hidden_size = 32", 'hidden_size = "32"', "hidden_size"),
         ("num_attention_heads = 2", "num_attention_heads = 3", "not divisible"),
@@ -646,6 +931,15 @@ def test_branch_decays_from_a_step_on_its_own(finished: Path, data: Path, tmp_pa
         ("warmup_steps = 2", "warmup_steps = 11", "do not fit"),
         ("learning_rate = 1e-2", 'learning_rate = "high"', "expected"),
         ("learning_rate = 1e-2", "learning_rate = 1e-2\ndecay_share = 2", "share"),
+        (
+            "learning_rate = 1e-2",
+            "learning_rate = nan",
+            "[training] learning_rate is nan: it must be a",
+        ),
+        ("learning_rate = 1e-2", "learning_rate = inf", "[training] learning_rate is inf"),
+        ("steps = 12", "steps = 12\nweight_decay = nan", "[training] weight_decay is nan"),
+        ("steps = 12", "steps = 12\nrouter_z_loss = -nan", "[training] router_z_loss is nan"),
+        ("steps = 12", "steps = 12\ndecay_share = nan", "[training] decay_share is nan"),
         ("steps = 12", "steps = 12\naccumulate = 3", "must divide"),
         ("steps = 12", "steps = 12\naccumulate = 0", "above 0"),
         ("steps = 12", "steps = 12\nrouter_z_loss = -1", "at least 0"),
@@ -662,13 +956,34 @@ def test_wrong_recipe(data: Path, tmp_path: Path, old: str, new: str, match: str
     result = run_command(data / "wrong.toml", "--out", tmp_path / "out", "-q")
     assert isinstance(result.exception, SmeltscopeError), result.exception
     assert match in str(result.exception)
-    if old != "seed = 3":  # nothing was computed, so the recipe put right may use the same folder
-        open_run(load_recipe(data / "recipe.toml", output=tmp_path / "out"))
+    # Nothing was computed, so the recipe put right may use the same folder.
+    open_run(load_recipe(data / "recipe.toml", output=tmp_path / "out"))
 
 
 def test_missing_recipe(tmp_path: Path) -> None:
     with pytest.raises(SmeltscopeError, match=r"no\.toml cannot be read"):
         load_recipe(tmp_path / "no.toml")
+
+
+def test_run_into_the_folder_where_one_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert open_run(load_recipe(data / "recipe.toml", output=Path("."))) == Path(".")
+        assert [file.name for file in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+@pytest.mark.parametrize("left", ["rows.npz", "metrics.jsonl", "checkpoint-4", "final"])
+def test_whatever_is_left_of_a_run_keeps_other_recipes_away(
+    data: Path, tmp_path: Path, left: str
+) -> None:
+    recipe = load_recipe(data / "recipe.toml", output=tmp_path / "run")
+    open_run(recipe)
+    (tmp_path / "run" / left).mkdir()
+    open_run(recipe)
+    with pytest.raises(SmeltscopeError, match=r"another recipe, .* in seed \(3, now 4\)"):
+        open_run(replace(recipe, text=RECIPE.replace("seed = 3", "seed = 4")))
 
 
 def test_folder_of_another_run_is_refused(data: Path, finished: Path, tmp_path: Path) -> None:

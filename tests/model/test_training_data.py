@@ -144,6 +144,100 @@ def test_sources_have_their_shares(mixed: tuple[Rows, Rows]) -> None:
     assert full["a"] > 0.9 and full["backcopy"] == 1 and full["dyck"] > 0.8
 
 
+PARTS = """
+[[mixture]]
+source = "text"
+categories = ["b", "c"]
+weight = 0.6
+[[mixture]]
+source = "text"
+categories = ["a"]
+weight = 0.4
+"""
+
+
+def test_categories_of_the_text_have_weights_of_their_own(
+    mixed: tuple[Rows, Rows], data: Path, tmp_path: Path
+) -> None:
+    for split in ("train", "heldout"):
+        text = (data / f"b.{split}.jsonl").read_text()
+        (data / f"c.{split}.jsonl").write_text(text.replace("a", "x"))
+        (data / f"d.{split}.jsonl").write_text('{"text": "no source names these"}')
+    more = RECIPE
+    for name in ("train", "heldout"):
+        files = ", ".join(f'"{c}.{name}.jsonl"' for c in "abcd")
+        more = more.replace(f'["a.{name}.jsonl", "b.{name}.jsonl"]', f"[{files}]")
+    more = more.replace("vocab_size = 300", f'path = "{data / "mixed" / "tokenizer"}"')
+    rows, heldout = prepared(data, tmp_path / "parts", more + PARTS)
+    assert rows.categories == heldout.categories == ("b", "c", "a")
+    assert np.bincount(rows.category).tolist() == [24, 24, 32]  # of 80
+    assert np.bincount(heldout.category).tolist() == [6, 6, 8]  # of 20
+    # The rows of a category are those of a recipe that gives all categories their turns.
+    for ours, theirs in zip((rows, heldout), mixed, strict=True):
+        for name in "ab":
+            tokens = [r.tokens[r.category == r.categories.index(name)] for r in (ours, theirs)]
+            shorter = min(map(len, tokens))
+            assert (tokens[0][:shorter] == tokens[1][:shorter]).all() and shorter >= 4
+    # Named all at once they are what they are unnamed.
+    for text, name in ((more + MIXTURE, "unnamed"), (named_all(more + MIXTURE), "named")):
+        prepared(data, tmp_path / name, text)
+    files = [tmp_path / name / "rows.npz" for name in ("unnamed", "named")]
+    assert all(same(*(load_rows(file, split) for file in files)) for split in ("train", "heldout"))
+
+
+def named_all(text: str) -> str:
+    return text.replace('"text"\n', '"text"\ncategories = ["d", "c", "b", "a"]\n', 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ('categories = ["a"]', "", "several sources text: each must name"),
+        ('categories = ["a"]', 'categories = ["b"]', "names the category 'b' of the text twice"),
+        ('categories = ["a"]', 'categories = "a"', "expected a list of names"),
+        ('categories = ["a"]', "categories = [1]", "expected a list of names"),
+        ('categories = ["a"]', 'categories = ["e"]', "'e', which .data. train lacks: it has a, b"),
+        ("weight = 0.4", "weight = nan", r"mixture.. 2 weight is nan: it must be a finite number"),
+    ],
+)
+def test_wrong_categories(data: Path, tmp_path: Path, old: str, new: str, match: str) -> None:
+    text = RECIPE + PARTS.replace(', "c"', "")
+    assert old in text
+    with pytest.raises(SmeltscopeError, match=match):
+        prepared(data, tmp_path / "out", text.replace(old, new, 1))
+
+
+def test_wrong_texts_are_told_before_anything_is_tokenized(
+    mixed: tuple[Rows, Rows], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "_lots", lambda *_: pytest.fail("tokenized"))
+    monkeypatch.setattr(preparing, "_tokenizer", lambda *_: pytest.fail("learned"))
+    (data / "usual.heldout.jsonl").write_text('{"text": "some"}')
+    (data / "empty.jsonl").write_text('{"text": ""}\n{"text": ""}')
+    (data / "cut.jsonl").write_text('{"text": "some"}\n{"text": "cut sho')
+    text = RECIPE.replace("vocab_size = 300", f'path = "{data / "mixed" / "tokenizer"}"') + MIXTURE
+    for number, (old, new, match) in enumerate(
+        [
+            ("b.heldout", "usual.heldout", r"usual has the name of a category of \[data\] heldout"),
+            ("b.heldout", "cut", "cut.jsonl, line 2 is broken JSON"),
+            ("b.heldout", "empty", r"\[data\] heldout: all documents of the category 'empty' are"),
+            (
+                "b.train",
+                "empty",
+                r"\[data\] train: all documents of the category 'empty' are empty",
+            ),
+        ]
+    ):
+        with pytest.raises(SmeltscopeError, match=match):
+            prepared(data, tmp_path / str(number), text.replace(old, new))
+
+
+def test_text_may_be_of_a_category_named_text(data: Path, tmp_path: Path) -> None:
+    (data / "text.jsonl").write_text((data / "a.train.jsonl").read_text())
+    rows, _ = prepared(data, tmp_path / "text", RECIPE.replace("a.train", "text"))
+    assert rows.categories == ("text", "b")
+
+
 def test_copies_are_of_the_text(mixed: tuple[Rows, Rows], data: Path, learned: Any) -> None:
     for rows, split in zip(mixed, ("train", "heldout"), strict=True):
         texts = [

@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model.loading import load_checkpoint
 from smeltscope.model.recipe import load_recipe
+from smeltscope.model.run_folder import processes_of
 from smeltscope.model.training import make_arguments
 
 SCRIPT = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import torch
@@ -70,6 +72,10 @@ rows = Rows(
     category=np.arange(32) % 2,
     categories=("x", "y"),
 )
+# The same tokens, said to be two segments each.
+cuts = rng.integers(2, 5, 32)[:, None]
+placed = np.where((columns >= cuts) & (columns < lengths[:, None]), columns - cuts, rows.positions)
+packed = replace(rows, positions=placed, predicted=rows.predicted & (placed > 0))
 processes = PartialState(cpu=True)
 rank = processes.process_index
 tokenizer = train_tokenizer(["words and others (1) or [none] <at> all"] * 9, vocab_size=265, max_length=16)
@@ -79,11 +85,11 @@ for name in names:
         open_run(recipe)
     processes.wait_for_everyone()
     for stop in (3, None) if name == "stopped" else (None,):
-        keep = Keep(stop)
+        keep, read = Keep(stop), packed if "packed" in name else rows
         try:
             train_model(
-                recipe, tokenizer=tokenizer, rows=rows, heldout=rows, device="cpu", callbacks=(keep,),
-                watch=watch_sinks(rows),
+                recipe, tokenizer=tokenizer, rows=read, heldout=read, device="cpu", callbacks=(keep,),
+                watch=watch_sinks(read),
             )
         except KeyboardInterrupt:
             pass
@@ -141,12 +147,16 @@ RUNS = {
     "spread": "accumulate = 2\nshard = true",
     "stopped": "accumulate = 2\nshard = true",
     "again": "accumulate = 2\nshard = true\ncheckpoint_activations = true",
+    "packed": "accumulate = 4",  # of one process, as the first
+    "two-packed": "accumulate = 2",
+    "spread-packed": "accumulate = 2\nshard = true",
 }
+ALONE = ("one", "packed")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of RUNS: `one` of a single process, the others of two."""
+    """The folder of RUNS: those of ALONE of a single process, the others of two."""
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "text.jsonl").write_text('{"text": "x"}')
     (folder / "script.py").write_text(SCRIPT)
@@ -154,8 +164,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.toml").write_text(RECIPE + line)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    one, *others = RUNS
-    for launcher, names in (((), [one]), (torchrun, others)):
+    others = [name for name in RUNS if name not in ALONE]
+    for launcher, names in (((), ALONE), (torchrun, others)):
         command = [sys.executable, *launcher, folder / "script.py", folder, *names]
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=300, check=False
@@ -174,14 +184,15 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["two", "spread", "again"])
+@pytest.mark.parametrize("name", ["two", "spread", "again", "two-packed", "spread-packed"])
 def test_two_processes_compute_what_one_does(runs: Path, name: str) -> None:
-    [(one, _)] = kept(runs, "one")
+    alone = "packed" if "packed" in name else "one"
+    [(one, _)] = kept(runs, alone)
     for steps, _ in kept(runs, name):
         assert len(steps) == len(one) == 4
         for ours, theirs in zip(steps, one, strict=True):
             assert_close(ours, theirs)
-    logs = metrics(runs / "one"), metrics(runs / name)
+    logs = metrics(runs / alone), metrics(runs / name)
     assert len(logs[0]) == len(logs[1]) == 6  # of the first process alone
     for ours, theirs in zip(*logs, strict=True):
         assert ours.keys() == theirs.keys()
@@ -191,6 +202,19 @@ def test_two_processes_compute_what_one_does(runs: Path, name: str) -> None:
     checkpoint = runs / name / "checkpoint-2"
     states = {file.name for file in checkpoint.glob("rng_state*")}
     assert (checkpoint / "whole").exists() and states == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+@pytest.mark.slow
+def test_packed_rows_are_others_than_the_same_tokens_unpacked(runs: Path) -> None:
+    [(one, _)], [(packed, _)] = kept(runs, "one"), kept(runs, "packed")
+    largest = max(g.abs().max() for g in one[0].values())
+    assert max((packed[0][name] - g).abs().max() for name, g in one[0].items()) > 0.01 * largest
+
+
+@pytest.mark.slow
+def test_a_checkpoint_tells_how_many_processes_wrote_it(runs: Path) -> None:
+    assert processes_of(runs / "one" / "checkpoint-4") == 1
+    assert all(processes_of(runs / name / "checkpoint-4") == 2 for name in ("two", "spread"))
 
 
 @pytest.mark.slow

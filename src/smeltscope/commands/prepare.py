@@ -38,17 +38,18 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
         if isinstance(source, DyckSource):
             _item_sets(source, max(source.shots), [0], heldout=False)
 
-    def read(paths: tuple[Path, ...]) -> dict[str, list[str]]:
+    def read(name: str, paths: tuple[Path, ...]) -> dict[str, list[str]]:
         broken: list[str] | None = [] if recipe.data.broken_lines == "skip" else None
         texts = _read(paths, broken)
         if not texts:
             raise SmeltscopeError("The text holds no documents: check [data] in the recipe.")
         if broken:
             say(f"skipped {len(broken)} broken lines, the first: {broken[0]}")
+        _check_texts(name, texts, recipe)
         return texts
 
     say("reading the text")
-    texts = read(recipe.data.train)
+    texts, heldout = read("train", recipe.data.train), read("heldout", recipe.data.heldout)
     if recipe.tokenizer.path is None:
         say("learning the tokenizer")
     tokenizer = _tokenizer(recipe, texts)
@@ -57,15 +58,39 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
 
     weights = [source.weight for source in recipe.mixture]
     turns = take_turns(weights, recipe.training.total_steps * recipe.batch_rows)
-    say("making the training rows")
-    numbers = np.bincount(turns, minlength=len(weights)).tolist()
-    rows = interleave(_parts(recipe, tokenizer, texts, numbers, heldout=False), turns)
-    texts.clear()
     say("making the held-out rows")
     kept = recipe.data.heldout_tokens // recipe.data.context
     numbers = [round(kept * weight / sum(weights)) for weight in weights]
-    parts = _parts(recipe, tokenizer, read(recipe.data.heldout), numbers, heldout=True)
-    save_rows(output / "rows.npz", train=rows, heldout=join_rows(parts))
+    few = join_rows(_parts(recipe, tokenizer, heldout, numbers, heldout=True))
+    heldout.clear()
+    say("making the training rows")
+    numbers = np.bincount(turns, minlength=len(weights)).tolist()
+    rows = interleave(_parts(recipe, tokenizer, texts, numbers, heldout=False), turns)
+    save_rows(output / "rows.npz", train=rows, heldout=few)
+
+
+def _check_texts(name: str, texts: dict[str, list[str]], recipe: "Recipe") -> None:
+    """Refuse categories that hold nothing, are no source's, or have a source's name."""
+    from smeltscope.model.recipe import TextSource
+
+    where = f"[data] {name}"
+    for category, members in texts.items():
+        if not any(members):
+            raise SmeltscopeError(
+                f"{where}: all documents of the category {category!r} are empty; leave their file out, or mend it."
+            )
+    for source in recipe.mixture:
+        if isinstance(source, TextSource):
+            for category in source.categories:
+                if category not in texts:
+                    raise SmeltscopeError(
+                        f"[[mixture]] {source.name} names the category {category!r}, which {where} lacks: it has "
+                        f"{', '.join(texts)}."
+                    )
+        elif source.name in texts:
+            raise SmeltscopeError(
+                f"[[mixture]] {source.name} has the name of a category of {where}: give it another."
+            )
 
 
 def _tokenizer(recipe: "Recipe", texts: dict[str, list[str]]) -> "PreTrainedTokenizerBase":
@@ -106,10 +131,6 @@ def _parts(
     first = {category: next(of_category) for category, of_category in lots.items()}
     parts = []
     for source, number in zip(recipe.mixture, numbers, strict=True):
-        if source.name in texts:
-            raise SmeltscopeError(
-                f"[[mixture]] {source.name} has the name of a category of the text: give it another."
-            )
         seed = _seed(recipe, source.name, heldout)
         if isinstance(source, DyckSource):
             part = _dyck_rows(recipe, source, tokenizer, max(number, 1), seed, heldout=heldout)
@@ -117,21 +138,28 @@ def _parts(
             copies = _copies(recipe, source, tokenizer, first, max(number, 1), seed)
             part = lay_rows({source.name: list(copies)}, context=context, pad=pad)
         else:
-            segments = {c: chain([first[c]], lots[c]) for c in texts}
-            part = _text_rows(recipe, segments, tokenizer.pad_token_id, max(number, len(texts)))
+            segments = {
+                (i, c): chain([first[c]], lots[c])
+                for i, c in enumerate(texts)
+                if c in (source.categories or texts)
+            }
+            part = _text_rows(recipe, segments, pad, max(number, len(segments)))
         parts.append(part)
     return parts
 
 
 def _text_rows(
-    recipe: "Recipe", lots: Mapping[str, Iterable[list["Segment"]]], pad: int, count: int
+    recipe: "Recipe",
+    lots: Mapping[tuple[int, str], Iterable[list["Segment"]]],
+    pad: int,
+    count: int,
 ) -> "Rows":
-    """`count` rows, the categories in turn; of each no more lots than these need."""
+    """`count` rows, the (number, category) in turn; of each no more lots than these need."""
     from smeltscope.model.rows import join_rows, lay_rows, turns_of_rows
 
     parts = []
-    for number, (category, of_category) in enumerate(lots.items()):
-        wanted, made = len(range(number, count, len(lots))), list["Rows"]()
+    for turn, ((number, category), of_category) in enumerate(lots.items()):
+        wanted, made = len(range(turn, count, len(lots))), list["Rows"]()
         for segments in of_category:
             rows = lay_rows(
                 {category: segments},
