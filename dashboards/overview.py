@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import xarray as xr
@@ -205,7 +205,8 @@ _SIGNED = ("change", "rise", "interaction", "release", "retarget")
 def headlines(summary: xr.Dataset, probe: str) -> list[Found]:
     """The headline numbers of a summary; those that it has no value for are left out."""
     found = []
-    for headline in HEADLINES.get(probe, ()):
+    for listed in HEADLINES.get(probe, ()):
+        headline = _by_pair(listed, summary)
         for what, at in _places(summary, headline):
             value = _at(summary, headline.quantity, at)
             if value is None or not np.isfinite(float(value)):
@@ -218,9 +219,9 @@ def headlines(summary: xr.Dataset, probe: str) -> list[Found]:
                 Found(
                     what=what,
                     here=_said(summary, headline.quantity, at, percent=headline.percent),
-                    layers=_range(summary, headline),
+                    layers=_range(summary, headline, at),
                     beside=", ".join(f"{k} {v}" for k, v in beside.items() if v),
-                    paper=_paper(headline, at, probe),
+                    paper=_paper(listed, at, probe),
                 )
             )
     return found
@@ -277,6 +278,25 @@ def is_signed(quantity: str) -> bool:
     return any(word in quantity for word in _SIGNED) or "minus" in quantity
 
 
+def _by_pair(headline: Headline, summary: xr.Dataset) -> Headline:
+    """The same of each pair of visits, where layers have more than two visits: `X_overall` would mix them."""
+    if summary.sizes.get("visit_pair", 1) == 1:
+        return headline
+
+    def renamed(name: str, other: str) -> str:
+        return other if other in summary else name
+
+    return replace(
+        headline,
+        quantity=renamed(headline.quantity, headline.quantity.replace("_overall", "_by_pair")),
+        by_layer=renamed(headline.by_layer, f"pair_{headline.by_layer}"),
+        beside={
+            renamed(name, name.replace("_overall", "_by_pair")): words
+            for name, words in headline.beside.items()
+        },
+    )
+
+
 def _places(summary: xr.Dataset, headline: Headline) -> list[tuple[str, dict[str, str | int]]]:
     """A headline's labels, once for each entry of what it leaves open: shots, pairs of visits, states."""
     if headline.quantity not in summary:
@@ -288,23 +308,25 @@ def _places(summary: xr.Dataset, headline: Headline) -> list[tuple[str, dict[str
             continue
         labels = array[dim].values.tolist()
         places = [
-            (
-                what if (words := _place(dim, label, len(labels))) == "" else f"{what}, {words}",
-                at | {dim: label},
-            )
+            (_named(what, dim, label, len(labels)), at | {dim: label})
             for what, at in places
             for label in labels
         ]
     return places
 
 
-def _place(dim: str, label: str | int, count: int) -> str:
-    """How one of `count` entries is named behind what it is an entry of."""
+def _named(what: str, dim: str, label: str | int, count: int) -> str:
+    """One of `count` entries: `sink mass at visit 3 minus visit 1`, `experts shared by two visits, visits 1-3`."""
     if dim == "shots":
-        return f"{label} shot{'s' * (label != 1)}"
-    if dim == "visit_pair":
-        return f"visits {label}" if count > 1 else ""
-    return str(label)
+        return f"{what}, {label} shot{'s' * (label != 1)}"
+    if dim != "visit_pair":
+        return f"{what}, {label}"
+    if count == 1:
+        return what
+    visits = str(label).split("-")
+    if "visit 1" not in what:
+        return f"{what}, visits {label}"
+    return re.sub(r"visit ([12])", lambda visit: f"visit {visits[int(visit[1]) - 1]}", what)
 
 
 def _at(summary: xr.Dataset, name: str, at: Mapping[str, str | int]) -> xr.DataArray | None:
@@ -334,11 +356,12 @@ def _said(summary: xr.Dataset, name: str, at: Mapping[str, str | int], *, percen
     return with_interval(float(value), *ends, signed=is_signed(name), percent=percent)
 
 
-def _range(summary: xr.Dataset, headline: Headline) -> str:
+def _range(summary: xr.Dataset, headline: Headline, at: Mapping[str, str | int]) -> str:
     """The least and the greatest layer, heads averaged."""
-    ours = Reported(probe="", quantity=headline.by_layer, at=headline.at, what="", says="").ours(
-        summary
-    )
+    if headline.by_layer not in summary:
+        return ""
+    at = {dim: label for dim, label in at.items() if dim in summary[headline.by_layer].dims}
+    ours = Reported(probe="", quantity=headline.by_layer, at=at, what="", says="").ours(summary)
     if ours is None:
         return ""
     scale, unit = (100, " %") if headline.percent else (1, "")
@@ -347,7 +370,9 @@ def _range(summary: xr.Dataset, headline: Headline) -> str:
 
 
 def _paper(headline: Headline, at: Mapping[str, str | int], probe: str) -> str:
-    """What the paper reports of the same number."""
+    """What the paper reports of the same number, of visits 1 and 2."""
+    if at.get("visit_pair", "1-2") != "1-2":
+        return ""
     for entry in reported_by(probe):
         same = entry.quantity in (headline.by_layer or headline.quantity, headline.quantity)
         if same and dict(entry.at) in (dict(headline.at), dict(at)):

@@ -1,12 +1,12 @@
 """Models built by hand, so that what a probe has to find in them is known.
 
 `control-moved-sink` (positive): in both looped layers every head puts .60 of its attention on the first token at
-visit 1 and .02 at visit 2, at every position and for any text that begins with the start token (within .02 in
-float32; in bfloat16, which rounds its scores, .66 and .02).
+visit 1 and .02 at visit 2, at every position and for any text that begins with the start token (within .02, in
+bfloat16 within .03).
 `control-same-visits` (negative): the second visit of a layer repeats the first, bit for bit.
 
 Both are SMELTs of 4 layers, of which 1 and 2 run twice, over smelt-tiny's vocabulary. The residual stream, 64 wide,
-holds what the construction reads and writes (`CONSTANT` to `BASELINES`) apart from the tokens' codes. Before
+holds what the construction reads and writes apart from the tokens' codes (`CONSTANT` to `FILL`). Before
 the span every position has the same norm, 8, or with baselines sqrt(192), so that an RMSNorm multiplies by
 a known factor.
 """
@@ -25,9 +25,9 @@ CONTROLS = ("control-moved-sink", "control-same-visits")
 CONTROL_TOKENIZER = "smelt-tiny"  # the shipped checkpoint whose tokenizer they use
 SINK_MASS = (0.60, 0.02)  # of control-moved-sink, at visit 1 and 2
 
-# Channels of the residual stream: sqrt(15) at every position; 7 at the start token; what visit 1 leaves for visit 2;
-# two that are not empty before they are written; 49 signs, other ones for each token, none for the start token.
-CONSTANT, START, WRITTEN, BASELINES, CODE = 0, 1, 2, (3, 4), slice(15, 64)
+# Channels of the residual stream: 4 at every position; 4 at the start token; what visit 1 leaves for visit 2; two that
+# are not empty before they are written; 48 signs, other ones for each token; 4 at the start token, which has no signs.
+CONSTANT, START, WRITTEN, BASELINES, CODE, FILL = 0, 1, 2, (3, 4), slice(16, 64), (5, 6)
 _START_TOKEN, _HEAD_DIM = 0, 32
 
 
@@ -73,8 +73,8 @@ def _code_tokens(model: SmeltForCausalLM) -> None:
     embedding = model.model.embed_tokens.weight
     embedding.zero_()
     embedding[:, CODE] = torch.randint(0, 2, embedding[:, CODE].shape) * 2.0 - 1
-    embedding[_START_TOKEN, CODE], embedding[_START_TOKEN, START] = 0, 7
-    embedding[:, CONSTANT] = math.sqrt(15)
+    embedding[_START_TOKEN, CODE], embedding[_START_TOKEN, [START, *FILL]] = 0, 4
+    embedding[:, CONSTANT] = 4
     model.model.norm.weight.fill_(1 / 64)  # logits of the order of 1
     layers: Any = model.model.layers
     for layer in (layer for layer in layers if layer.execution.visit == 1):
@@ -85,29 +85,28 @@ def _code_tokens(model: SmeltForCausalLM) -> None:
 def _move_the_sink(model: SmeltForCausalLM) -> None:
     """Every query sees two keys: its own, by relative position, and the start token's.
 
-    The score of a key at distance d is K sum_i p_i cos(d f_i) over the six fastest rotary planes: K at
-    d = 0, smaller by .24 K or more elsewhere. The start token's key has nothing in these planes, but
-    lies in the one that stands still, where a query reads a CONSTANT + b WRITTEN: its score is the same
-    from everywhere. The attention of the span's last layer writes 4 into WRITTEN, wherever it looks,
-    for all its values are alike. So both layers find 0 there at visit 1 and 4 at visit 2.
+    The score of a key at distance d is S sum_i r_i^2 cos(d f_i) over the six fastest rotary planes, with
+    S = CONSTANT^2 / sqrt(head size): K = 43 at d = 0, smaller by .24 K or more elsewhere. The start token's key has nothing
+    in these planes, but lies in the two that nearly stand still, where its score is the same from everywhere:
+    in one K too, in the other the logit of the mass it is to have, which is small, so that 16-bit
+    numbers hold it well. (All others they hold exactly; as one number, K and the logit would be rounded by .1.) There
+    a query reads a CONSTANT + b WRITTEN. The attention of the span's last layer writes 4 into
+    WRITTEN, wherever it looks, for all its values are alike. So both layers find 0 there at visit 1 and 4 at visit 2.
     """
     layers: Any = model.model.layers
-    written = torch.tensor([0.0, 4.0])  # by visit
-    gain = 64 / (64 + written**2)  # of the product of two channels after the RMSNorm
-    own = 40 * gain  # K
-    start = own + torch.tensor(SINK_MASS).logit()
-    # which is to be (a CONSTANT + b WRITTEN) START gain / sqrt(head size)
-    read = start * math.sqrt(_HEAD_DIM) / (7 * gain)
-    a, b = read[0] / math.sqrt(15), (read[1] - read[0]) / written[1]
-    planes = torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.1])  # p
-    amplitude = (own[0] * planes * math.sqrt(_HEAD_DIM) / 15).sqrt()
-    fast, still = slice(len(planes)), _HEAD_DIM // 2 - 1
+    unit = 16 / math.sqrt(_HEAD_DIM)  # S; that of CONSTANT and WRITTEN with START, too
+    at_first, later = (torch.tensor(SINK_MASS).logit() / unit).tolist()
+    # WRITTEN takes its share of the norm: all scores of visit 2 are 64 / (64 + 4^2) of what they were.
+    a, b = at_first, later * (64 + 16) / 64 - at_first
+    fast = slice(6)
+    r = torch.tensor([2.75, 1.25, 1.25, 1.25, 1.25, 1.25])
+    stiller, still = _HEAD_DIM // 2 - 1, _HEAD_DIM // 2 - 2
     for layer in model.config.span:
         attention = layers[layer].self_attn
         q = attention.q_proj.weight.zero_().view(-1, _HEAD_DIM, model.config.hidden_size)  # by head
         k = attention.k_proj.weight.zero_().view(-1, _HEAD_DIM, model.config.hidden_size)
-        q[:, fast, CONSTANT], k[:, fast, CONSTANT] = amplitude, amplitude
-        k[:, fast, START] = -amplitude * math.sqrt(15) / 7
+        q[:, fast, CONSTANT], k[:, fast, CONSTANT], k[:, fast, START] = r, r, -r
+        q[:, stiller, CONSTANT], k[:, stiller, START] = r @ r, 1.0
         q[:, still, CONSTANT], q[:, still, WRITTEN], k[:, still, START] = a, b, 1.0
     _write_by_attention(layers[model.config.span[-1]], WRITTEN, 4.0, norm=8.0)
 
@@ -144,7 +143,7 @@ def _repeat_visits(model: SmeltForCausalLM) -> None:
 def _write_by_attention(layer: Any, channel: int, write: float, *, norm: float) -> None:
     """Let a looped layer's attention write the same at every position whose input has that norm."""
     attention = layer.self_attn
-    constant = math.sqrt(15) * 8 / norm  # CONSTANT after the RMSNorm
+    constant = 4 * 8 / norm  # CONSTANT after the RMSNorm
     v = attention.v_proj.weight.view(-1, _HEAD_DIM, attention.v_proj.in_features)
     v[:, 0], v[:, 0, CONSTANT] = 0, 1
     heads = attention.o_proj.weight[channel].view(-1, _HEAD_DIM)
@@ -154,7 +153,7 @@ def _write_by_attention(layer: Any, channel: int, write: float, *, norm: float) 
 def _write_by_experts(layer: Any, channel: int, write: float, *, norm: float) -> None:
     """Let every expert of a looped layer write the same at every position whose input has that norm."""
     experts = layer.mlp.experts
-    constant = torch.tensor(math.sqrt(15) * 8 / norm)
+    constant = torch.tensor(4 * 8 / norm)
     neuron = torch.tensor([0, experts.intermediate_dim])  # its gate and its up projection
     experts.gate_up_proj[:, neuron] = 0
     experts.gate_up_proj[:, neuron, CONSTANT] = 1

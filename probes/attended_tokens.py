@@ -22,6 +22,7 @@ from smeltscope.probes.statistics import (
     exact,
     quantities,
 )
+from smeltscope.probes.visit_pairs import averages, each_of, first_of
 
 TOP = 8  # most attended keys
 LEAST_KEYS = (2, 64)  # that a query has to see: to have a choice; for 8 keys to be a choice
@@ -151,7 +152,7 @@ class AttendedTokens(Probe):
         the mean of both visits' controls; `top8_excess` = top8 - top8_control. Over (looped_layer, visit_pair):
         `top8_chance`, `top1_chance`; `queries`, how many were counted. With the ending `_without_first`, the same
         without the first key; with `_any` and `_any_without_first`, over all queries that see 2 keys or more (top 8 has
-        none). `top8_overall` and so on: the mean over layers, pairs and heads.
+        none). Over (visit_pair): `top8_by_pair` and so on, the mean over layers and heads; `top8_overall`: over pairs too.
 
         Over (execution, head), the control by itself: `other_head_top8`, `other_head_top1`, `other_head_overlap`;
         `near_ties`, the share of queries that have one. Over (execution): `other_head_chance`, that of top 8;
@@ -208,9 +209,7 @@ def _by_pair(
             if name == "top8":
                 excess = {f"top8_excess{ending}": value - control}
                 found |= quantities(by_head, excess, family=excess)
-    found |= quantities(
-        (), {f"{name}_overall": q.estimate.flatten().mean() for name, q in found.items()}
-    )
+    found |= averages({name: q.estimate for name, q in found.items()})
     counts = data["queries"].values
     queries_by_cut = {
         f"queries{ending}": exact(np.nansum(counts[..., *cut], axis=0))
@@ -250,25 +249,23 @@ def sentence(summary: xr.Dataset) -> str:
         "top1": "have the same most attended key in {} of queries",
         "overlap": "overlap in their whole distributions by {}",
     }
+    by_pair = each_of(100 * summary[f"{names[0]}{ending}_by_pair"], ".1f")
+    summary, visits = first_of(summary)
     parts = []
     for name in names:
-        value = f"{percent(f'{name}{ending}_overall')} %"
-        if np.isfinite(summary[f"{name}{ending}_overall_low"]):
-            low, high = (percent(f"{name}{ending}_overall_{end}") for end in ("low", "high"))
+        value = f"{percent(f'{name}{ending}_by_pair')} %"
+        if np.isfinite(summary[f"{name}{ending}_by_pair_low"]):
+            low, high = (percent(f"{name}{ending}_by_pair_{end}") for end in ("low", "high"))
             value += f" [{low}, {high}]"
-        beside = f"the head H/2 further on: {percent(f'{name}_control{ending}_overall')}"
-        if f"{name}_chance{ending}_overall" in summary:
-            beside += f"; chance: {percent(f'{name}_chance{ending}_overall')}"
+        beside = f"the head H/2 further on: {percent(f'{name}_control{ending}_by_pair')}"
+        if f"{name}_chance{ending}_by_pair" in summary:
+            beside += f"; chance: {percent(f'{name}_chance{ending}_by_pair')}"
         parts.append(f"{text[name].format(value)} ({beside})")
-    by_pair = ""
-    if summary.sizes["visit_pair"] > 1:
-        means = 100 * summary[f"{names[0]}{ending}"].mean(("looped_layer", "head"))
-        shown = (f"{name}: {mean:.1f}" for name, mean in means.to_series().items())
-        by_pair = f" The first of these by pair of visits: {', '.join(shown)}."
-    without = ", ".join(percent(f"{name}{ending}_without_first_overall") for name in names)
+    without = ", ".join(percent(f"{name}{ending}_without_first_by_pair") for name in names)
     return (
-        f"Mean over looped layers and heads, {documents}, queries that see {least} keys or more: two visits "
-        f"{', '.join(parts)}. Without the first key: {without}.{by_pair}{shared}"
+        f"Mean over looped layers and heads, {documents}, queries that see {least} keys or more: {visits} "
+        f"{', '.join(parts)}. Without the first key: {without}."
+        f"{by_pair and f' The first of these by pair, {by_pair}.'}{shared}"
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from smeltscope.activations import Attention, Variable
 from smeltscope.model import Execution
-from smeltscope.probes.labels import over_documents
+from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions
@@ -27,6 +27,7 @@ from smeltscope.probes.statistics import (
     exact,
     quantities,
 )
+from smeltscope.probes.visit_pairs import each_of, mean_of
 
 NEARBY_KEYS = 4  # keys 1 to 4: where a sink may have moved
 SINK_RATE_TOKENS = 64  # Gu et al.'s T
@@ -227,7 +228,9 @@ class AttentionSink(Probe):
         """Changes are from the same layer's first visit, NaN for first visits.
 
         Without dimensions: `change_overall`, the mean of `change` over all heads of later visits; by region
-        `region_change_overall`. Over (execution), means over heads: `sink_mass_mean`, `change_mean`, `entropy_mean`,
+        `region_change_overall`. The same between each two visits: over (looped_layer, visit_pair, head) `pair_change` and
+        (with region) `pair_region_change`, over (visit_pair) and (visit_pair, region) their means over heads and layers,
+        `change_by_pair` and `region_change_by_pair`. Over (execution), means over heads: `sink_mass_mean`, `change_mean`, `entropy_mean`,
         `relative_entropy_mean`, `first_share_mean`; with (execution, region) `region_mass_mean`,
         `region_change_mean`, and what they would be under uniform attention, `uniform` and `region_uniform`. Over
         (execution): `first_residual_norm`, `blind_share`, and `queries`, how many were counted. Over (execution, head):
@@ -308,6 +311,7 @@ class AttentionSink(Probe):
             ),
         }
         return {
+            **_by_pair(run, sink, region_mass),
             "change_overall": Quantity(dims=(), estimate=change.flatten().mean()),
             "region_change_overall": Quantity(
                 dims=("region",), estimate=region_change.mean(1).mean(0)
@@ -344,11 +348,12 @@ class AttentionSink(Probe):
                 f"{uniform:.4f}; {documents}. No layer is visited twice, so there is no second visit to "
                 f"compare.{share}"
             )
+        by_pair = each_of(summary["change_by_pair"], "+.2g") if "change_by_pair" in summary else ""
         change = summary["change"].values[later]
         heads = int(np.isfinite(change).sum())
         text = (
             f"Mean over looped layers and heads: {by_visit(summary['sink_mass'])}; uniform attention: {uniform:.4f}. Later "
-            f"visits minus visit 1: {_with_interval(summary, 'change_overall')}, lower in "
+            f"visits minus visit 1: {_with_interval(summary, 'change_overall')}{by_pair and f' ({by_pair})'}, lower in "
             f"{int((change < 0).sum())} of {heads} heads, {documents}"
         )
         if not np.isfinite(float(summary["change_overall_low"])):
@@ -365,6 +370,26 @@ class AttentionSink(Probe):
             f"{text} (in {int(decided.sum())} heads the interval excludes 0, each judged alone). By region, over "
             f"sampled queries: {regions}.{share}"
         )
+
+
+def _by_pair(run: xr.DataTree, sink: Estimate, region_mass: Estimate) -> Quantities:
+    """Changes between each two visits of a layer; none of one visit, nor in files of this probe alone that do not name the pairs."""
+    if "visit_pair" not in run.dataset.coords:
+        return {}
+    places = executions_of_pairs(run.to_dataset())  # (looped_layer, visit_pair, 2)
+    exists = np.all(places >= 0, axis=-1)[..., None]
+    earlier, later = np.moveaxis(places, -1, 0)
+    change = (sink[later] - sink[earlier]).where(exists)
+    by_region = (region_mass[later] - region_mass[earlier]).where(exists[..., None])
+    dims = ("looped_layer", "visit_pair", "head")
+    return {
+        **quantities(("visit_pair",), {"change_by_pair": mean_of(change)}),
+        "region_change_by_pair": Quantity(
+            dims=("visit_pair", "region"), estimate=by_region.mean(-2).mean(0)
+        ),
+        **quantities(dims, {"pair_change": change}, family=("pair_change",)),
+        **quantities((*dims, "region"), {"pair_region_change": by_region}),
+    }
 
 
 def _with_interval(summary: xr.Dataset, name: str) -> str:

@@ -30,7 +30,8 @@ def compare(
     `X_a` and `X_b` what it is the difference of. Each draw of the bootstrap takes the same documents for both, so that
     what varies between texts cancels where it is alike in both. Executions are matched by layer and visit,
     other dimensions by their labels; what only one run has is left out, whole quantities by name in the
-    attributes `only_a` and `only_b`. Where the models have different numbers of heads, means over heads are compared.
+    attributes `only_a` and `only_b`, and so are means over pairs of visits (`X_overall` beside `X_by_pair`) of models with
+    different numbers of visits. Where the models have different numbers of heads, means over heads are compared.
     Dimensions in `mean_over` are averaged over once they are matched.
 
     `probe_a` and `probe_b` are the probe with the options of each run. Raises `SmeltscopeError` for
@@ -44,6 +45,10 @@ def compare(
     if any(a.sizes.get(head, 0) != b.sizes.get(head, 0) for head in HEADS):
         found_a, found_b = averaged(found_a, HEADS), averaged(found_b, HEADS)
     shared = [n for n in found_a if n in found_b and found_a[n].dims == found_b[n].dims]
+    mixed = {n.replace("_by_pair", "_overall") for n in shared if n.endswith("_by_pair")}
+    if a.sizes.get("visit_pair") == b.sizes.get("visit_pair"):
+        mixed = set()
+    shared = [n for n in shared if n not in mixed]
     dims = dict.fromkeys(dim for name in shared for dim in found_a[name].dims)
     places = {dim: _matched(_labels(a, dim), _labels(b, dim)) for dim in dims}
     sides = [
@@ -78,8 +83,8 @@ def compare(
         .assign(values)
         .assign_attrs(
             probe=probe_a.name,
-            only_a=[name for name in found_a if name not in differences],
-            only_b=[name for name in found_b if name not in differences],
+            only_a=[name for name in found_a if name not in {*differences, *mixed}],
+            only_b=[name for name in found_b if name not in {*differences, *mixed}],
             documents=len(np.unique(a["segments"]["document"])),
         )
     )
@@ -124,12 +129,12 @@ def other_differences(a: xr.DataTree, b: xr.DataTree) -> list[str]:
     """Options in which two runs over the same data differ, as `name: A and B`: each may change numbers."""
     found = [flattened(attributes_of(run)["identity"]) for run in (a, b)]
     unimportant = ("checkpoint_digest", "data_digest", "batch_tokens")
-    # A probe without options has none that differ.
+    # A probe without options has none that differ, and one that is off is not known to older files.
     names = {name for of_run in found for name, value in of_run.items() if value != {}}
     return [
         f"{name}: {found[0].get(name, 'none')} and {found[1].get(name, 'none')}"
         for name in sorted(names - set(unimportant))
-        if found[0].get(name) != found[1].get(name)
+        if (found[0].get(name) or None) != (found[1].get(name) or None)
     ]
 
 

@@ -303,6 +303,13 @@ def sentence(summary: xr.Dataset) -> str:
     alone = ", ".join(
         f"{shown('dyck_head_rise', '+.3g', ablated_visits=v)} at visit {v} alone" for v in visits
     )
+    groups = ""
+    if summary["group_number"] < summary["head_number"]:  # else they are the heads
+        groups = (
+            f" Of {int(summary['group_number'])} K/V groups, group {int(summary['dyck_group'])} of layer "
+            f"{int(summary['dyck_group_layer'])} matters most: {shown('dyck_group_rise', '+.3g', ablated_visits=0)} at all "
+            f"visits, rank {shown('dyck_group_rank', '.0f')}."
+        )
     return (
         f"Head {int(summary['dyck_head'])} of layer {int(summary['dyck_head_layer'])} matters most on one half of the nested "
         f"prompts. On the other, ablating it changes the perplexity of the targets from "
@@ -310,8 +317,19 @@ def sentence(summary: xr.Dataset) -> str:
         f"(interaction {shown('dyck_head_interaction', '+.3g')}); the mean head by "
         f"{shown('mean_head_rise', '+.3g', ablated_visits=0)}. It ranks {shown('dyck_head_rank', '.0f')} of "
         f"{int(summary['head_number'])} there; rank correlation of heads between the halves: "
-        f"{shown('head_rank_stability', '.2f', ablated_visits=0)}."
+        f"{shown('head_rank_stability', '.2f', ablated_visits=0)}.{groups}"
     )
+
+
+def dyck_head(run: xr.DataTree) -> tuple[int, int] | None:
+    """(layer, head) that the search of a run chose; None where there was none, or half of its prompts is missing."""
+    if "dyck_heads" not in run.children:
+        return None
+    found = DyckHeads().estimates(run, Resampling.of_run(run, draws=0, seed=0))
+    if "dyck_head" not in found:
+        return None
+    layer, head = (int(found[name].estimate.value) for name in ("dyck_head_layer", "dyck_head"))
+    return layer, head
 
 
 def _looped(model: PreTrainedModel) -> set[int]:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from smeltscope.activations import Attention, Variable
 from smeltscope.model import Execution
+from smeltscope.probes.dyck_heads import dyck_head
 from smeltscope.probes.labels import executions_of_pairs
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.prompts import by_item
@@ -125,10 +126,11 @@ class DyckMap(Probe):
         parts `release` and `retarget`; `..._overall` over (map_region), their means over layers, pairs and heads.
 
         `..._by_shots`: the same with (shots) in front. How many `prompts`, `targets` and `items` there are; `nested`, 1 where
-        the prompts are nested ones.
+        the prompts are nested ones. `dyck_head_layer`, `dyck_head`: the Dyck head, where `run` holds the search for it.
         """
         if "region_mass_sum" not in run["dyck_map"].dataset:
             return {}
+        known = dyck_head(run)
         nested = bool((run["segments"].dataset["label_kind"] == "nested").any())
         if nested:
             run = run.isel(segment=np.flatnonzero(run["dyck_map"].dataset["unseen"] == 1))
@@ -190,6 +192,8 @@ class DyckMap(Probe):
             "items": len(items.documents),
             "nested": nested,
         }
+        if known is not None:
+            counts |= {"dyck_head_layer": known[0], "dyck_head": known[1]}
         exactly = {name: exact(np.array(number)) for name, number in counts.items()}
         return {**found, **quantities((), exactly)}
 
@@ -228,15 +232,26 @@ class DyckMap(Probe):
         )
         if not answers["retarget"].notnull().any():
             return text
-        place = answers["retarget"].fillna(-np.inf).argmax(...)
-        head = answers.isel(place)
+        most = answers.isel(answers["retarget"].fillna(-np.inf).argmax(...))
+        if "dyck_head" in summary:
+            layer, head = int(summary["dyck_head_layer"]), int(summary["dyck_head"])
+            chosen = answers.sel(looped_layer=layer, head=head).isel(visit_pair=0)
+            text = f"{text} The Dyck head, chosen on other prompts: {_told(chosen)}."
         return (
-            f"{text} Of all heads the one that most turned there is head {int(head['head'])} of layer "
-            f"{int(head['looped_layer'])}, visits {head['visit_pair'].item()}: {_parts(head, '')}."
+            f"{text} The head that most turned there: {_told(most)}; picked here, where it looks larger than on "
+            "other prompts."
         )
 
 
 PARTS = ("change", "release", "retarget")
+
+
+def _told(head: xr.Dataset) -> str:
+    """Which head it is, and its numbers."""
+    return (
+        f"head {int(head['head'])} of layer {int(head['looped_layer'])}, visits {head['visit_pair'].item()}, "
+        f"{_parts(head, '')}"
+    )
 
 
 def _parts(values: xr.Dataset, end: str) -> str:

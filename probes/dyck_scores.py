@@ -67,7 +67,8 @@ class DyckScores(Probe):
     stands beside it, over the same prompts: `bayes_nothing`, `bayes_query`, `bayes_inputs`, `bayes_answers`, the chance that
     the best guess of the whole answer is right where grammar and stack are known but not which closer
     belongs to which opener, given nothing, the query's closed pairs, those of demonstration inputs too, and those of
-    demonstration answers too; `most_common`, always the most common answer; `guess`, length known and type uniform. Source:
+    demonstration answers too; `most_common`, always the most common answer; `guess`, length known and type uniform,
+    c^-n for n symbols of c choices. Per symbol that guess is right in 1 of c, and its loss is n ln c an answer. Source:
     DCLM (arXiv 2406.11794) for `all_right`; arXiv 2609.01343 reports exact match.
     """
 
@@ -147,10 +148,12 @@ class DyckScores(Probe):
 
         Over (shots): `all_right`, `exact`, the shares of prompts answered right; `symbol_accuracy`; `token_loss` and
         `answer_loss`, nats for each token and each answer; the references `bayes_nothing`, `bayes_query`, `bayes_inputs`,
-        `bayes_answers`, `most_common`, `guess`; `kept_shots`, demonstrations left after truncation; how many `prompts`
-        and `items` there are. `all_right_sd`, `exact_sd`: standard deviation over prompt seeds (n - 1) of
+        `bayes_answers`, `most_common`, `guess`, and what the guess has in the places of the three before:
+        `symbol_accuracy_guess`, `token_loss_guess`, `answer_loss_guess`; `kept_shots`, demonstrations left after
+        truncation; how many `prompts` and `items` there are. `all_right_sd`, `exact_sd`: standard deviation over prompt seeds (n - 1) of
         `all_right_by_seed`, `exact_by_seed` over (shots, prompt_seed). Over (shots, readable): `all_right_by_readable`,
-        `exact_by_readable`, `items_by_readable`: 1 where every closer of the answer already stands in the query's input.
+        `exact_by_readable`, the references' `..._by_readable`, `items_by_readable`: 1 where every closer of the answer already stands
+        in the query's input.
 
         Of prompts of kind `nested`, over (shots): `nested_token_loss`, `nested_answer_loss`.
         """
@@ -174,6 +177,12 @@ class DyckScores(Probe):
             counts = groups if per is None else groups * values[per].reshape(shape)
             return items.ratio(np.where(groups, values[name].reshape(shape), 0.0), counts)
 
+        # An answer of n symbols is guessed with the chance c^-n: each symbol with its n-th root, at n ln c nats in all. A
+        # token that bears several has their product.
+        values["right_symbols_guess"] = values["symbols"] * values["guess"] ** (
+            1 / np.maximum(values["symbols"], 1)
+        )
+        values["loss_guess"] = -np.log(values["guess"])
         rights = ("all_right", "exact")
         seeds = {f"{name}_by_seed": mean(name, by_seed) for name in rights}
         by_shots = {name: mean(name, scored) for name in (*rights, *REFERENCES)}
@@ -181,6 +190,9 @@ class DyckScores(Probe):
             "symbol_accuracy": mean("right_symbols", scored, "symbols"),
             "token_loss": mean("loss_sum", scored, "answer_tokens"),
             "answer_loss": mean("loss_sum", scored),
+            "symbol_accuracy_guess": mean("right_symbols_guess", scored, "symbols"),
+            "token_loss_guess": mean("loss_guess", scored, "answer_tokens"),
+            "answer_loss_guess": mean("loss_guess", scored),
             "nested_token_loss": mean("loss_sum", nested, "answer_tokens"),
             "nested_answer_loss": mean("loss_sum", nested),
             "prompts": exact(scored.sum(0)),
@@ -189,7 +201,8 @@ class DyckScores(Probe):
         by_shots |= {
             f"{name}_sd": exact(_spread(seeds[f"{name}_by_seed"].value)) for name in rights
         }
-        readable = {f"{name}_by_readable": mean(name, by_readable) for name in rights}
+        parted = (*rights, *(name for name in REFERENCES if name != "kept_shots"))
+        readable = {f"{name}_by_readable": mean(name, by_readable) for name in parted}
         readable["items_by_readable"] = _items(labels, by_readable)
         return {
             **quantities(("shots",), by_shots),

@@ -28,9 +28,10 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import ModelShape, Probe, group_name
+from smeltscope.probes.prompts import by_item
 from smeltscope.probes.runner import OnProgress, RunOptions, model_shape, schema_of
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
-from smeltscope.tasks import HeldOut, Prompts, pad_batch, plan_batches
+from smeltscope.tasks import HeldOut, pad_batch, plan_batches
 from smeltscope.tasks.dyck.segments import STATES
 
 DEEPEST = 8  # depths from here on are one class
@@ -43,7 +44,8 @@ class DyckState(Probe):
     """What a linear probe reads of a Dyck word's state in the residual stream after each execution.
 
     Tokens: those that bear a symbol of an input, of demonstrations and query alike; up to `most_tokens` of
-    all prompts, each as likely as another. What is read of a token, along `state`, is the state after it:
+    all prompts, each as likely as another. Prompts are halved at random by their item; inputs that are a query of the
+    other half are left out. What is read of a token, along `state`, is the state after it:
 
     - `depth`: brackets open, 0 to 7, and 8 or more as one class; of every token.
     - `stack_top`: the type of the innermost open bracket, and `match`: how far back it opened, n symbols
@@ -52,9 +54,8 @@ class DyckState(Probe):
       pairing it says no more than the type; with pairings drawn for each prompt it is the in-context map.
 
     Probes: logistic regression (scikit-learn, L2, C = 1, at most 1,000 steps) on `resid_post`, each of its
-    directions brought to mean 0 and standard deviation 1 over the tokens that are fitted. Prompts are
-    halved at random by their item; a half is read by the probe that was fitted on the other. For each
-    segment, over `tokens`:
+    directions brought to mean 0 and standard deviation 1 over the tokens that are fitted. A half is read by the
+    probe that was fitted on the other, which has seen none of its queries. For each segment, over `tokens`:
 
     - `right`: tokens whose class the probe names.
     - `control_right`: the same for a control task (Hewitt & Liang, arXiv 1909.03368): every distinct
@@ -112,9 +113,11 @@ class DyckState(Probe):
 
         Over (looped_layer, visit_pair, state): `change`, accuracy at the later visit minus the earlier one, paired by
         token; `control_change`, the same of the control task; `gained`, `lost`, the shares of tokens that `change` is
-        the difference of. Over (visit_pair, state): `..._overall`, their means over layers.
+        the difference of. Over (visit_pair, state): `..._overall`, their means over layers. Intervals from drawing items
+        again, each with all its shots and seeds.
         """
         data = run["dyck_state"].dataset
+        resampling = by_item(run, resampling)
         tokens = data["tokens"].values  # (segment, state)
 
         def share(name: str) -> Estimate:
@@ -299,7 +302,10 @@ class Symbols:
 
 
 def read_symbols(heldout: HeldOut, most: int, seed: int) -> Symbols:
-    """Up to `most` of the tokens that bear a symbol of an input, each as likely as another; rows are segments."""
+    """Up to `most` of the tokens that bear a symbol of an input, each as likely as another; rows are segments.
+
+    Inputs that are a query of the other half are left out.
+    """
     prompts = heldout.prompts
     if prompts is None:
         raise SmeltscopeError(
@@ -324,31 +330,42 @@ def read_symbols(heldout: HeldOut, most: int, seed: int) -> Symbols:
         "match": np.where(elsewhere, np.log2(np.maximum(back, 1)).astype(np.int64), -1),
         "closer": states["closer"][place],
     }
-    names = prompts.labels.get(
-        "item", np.array([heldout.documents[d].id for d in heldout.document])
-    )
-    items, item = np.unique(names, return_inverse=True)
+    items, item = np.unique(prompts.labels["item"], return_inverse=True)
     rng = np.random.default_rng(seed)
-    half = rng.permutation(len(items)) % 2
+    half = (rng.permutation(len(items)) % 2)[item][row]
+    region = np.concatenate(prompts.regions)
+    # Between the words of a prompt stands an answer.
+    answers = np.cumsum(region == prompts.region_names.index("demo_answer"))[place]
+    beginning, word = _beginnings(row, answers, heldout.tokens[place])
+    asked = region[place] == prompts.region_names.index("query_input")
+    elsewhere_asked = [np.unique(word[asked & (half == 1 - side)]) for side in (0, 1)]
+    kept = np.flatnonzero(
+        np.where(half == 0, *(~np.isin(word, words) for words in elsewhere_asked))
+    )
+    if not len(kept):
+        raise SmeltscopeError(
+            "Every input of the prompts is also a query of the other half; give more prompts, or longer ones."
+        )
     symbols = Symbols(
         row=row,
         position=place - heldout.offsets[row],
-        half=half[item][row],
+        half=half,
         token=heldout.tokens[place],
-        beginning=_beginnings(prompts, row, place, heldout.tokens[place]),
+        beginning=beginning,
         labels=labels,
     )
-    return symbols.take(np.sort(rng.choice(len(place), min(most, len(place)), replace=False)))
+    return symbols.take(np.sort(rng.choice(kept, min(most, len(kept)), replace=False)))
 
 
 def _beginnings(
-    prompts: Prompts, row: np.ndarray, place: np.ndarray, token: np.ndarray
-) -> np.ndarray:
-    """The same number for tokens at which the same symbols of their word have been read."""
-    answer = np.concatenate(prompts.regions) == prompts.region_names.index("demo_answer")
-    answers = np.cumsum(answer)[place]  # between the words of a prompt stands an answer
+    row: np.ndarray, answers: np.ndarray, token: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token, what of its word has been read up to it, and the whole word: equal numbers for equal symbols.
+
+    A word is the tokens with one `row` and one number of `answers` before them.
+    """
     known: dict[tuple[int, int], int] = {}
-    numbers = np.empty(len(place), dtype=np.int64)
+    numbers = np.empty(len(token), dtype=np.int64)
     word, number = None, -1
     for i, (*own, symbol) in enumerate(
         zip(row.tolist(), answers.tolist(), token.tolist(), strict=True)
@@ -356,7 +373,9 @@ def _beginnings(
         if own != word:
             word, number = own, -1
         number = numbers[i] = known.setdefault((number, symbol), len(known))
-    return numbers
+    ends = np.append((np.diff(row) != 0) | (np.diff(answers) != 0), True)
+    end_of = np.searchsorted(np.flatnonzero(ends), np.arange(len(token)))
+    return numbers, numbers[ends][end_of]
 
 
 class Features:

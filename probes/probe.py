@@ -113,10 +113,17 @@ class Batch:
         return self._made[make]
 
     @cached_property
+    def real(self) -> Tensor:
+        """Tokens that are no padding: (B, T), bool."""
+        positions = self.lengths.new_tensor(range(self.input_ids.shape[1]))
+        return positions < self.lengths[:, None]
+
+    @cached_property
     def counted(self) -> Tensor:
         """Real tokens but the first, which is special in every model: (B, T), bool."""
-        positions = self.lengths.new_tensor(range(self.input_ids.shape[1]))
-        return (positions > 0) & (positions < self.lengths[:, None])
+        counted = self.real.clone()
+        counted[:, 0] = False
+        return counted
 
 
 @dataclass(frozen=True, kw_only=True)

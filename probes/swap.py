@@ -16,6 +16,7 @@ from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions
 from smeltscope.probes.rows import Rows, check_rows, products, softmax_with_sink
 from smeltscope.probes.statistics import Quantities, Resampling, quantities
+from smeltscope.probes.visit_pairs import averages, each_of, first_of
 
 # Whose queries and keys make the attention.
 SWAPS = ("earlier", "later_queries", "later_keys", "later")
@@ -121,7 +122,7 @@ class Swap(Probe):
         Over (looped_layer, visit_pair, head, region): `mass_earlier`, `mass_later_queries`, `mass_later_keys`, `mass_later`;
         `mass_change`, `mass_change_by_queries`, `mass_change_by_keys`.
 
-        `..._overall`: means over layers, pairs and heads.
+        Over (visit_pair): `..._by_pair`, means over layers and heads; `..._overall`: over pairs too.
         """
         data = run["swap"].dataset
         if "mass_sum" not in data:
@@ -152,11 +153,10 @@ class Swap(Probe):
         }
         dims = ("looped_layer", "visit_pair", "head")
         family = ("moved_share", "first_change")
-        overall = {f"{n}_overall": estimate.flatten().mean() for n, estimate in by_head.items()}
         return {
             **quantities(dims, by_head, family=family),
             **quantities((*dims, "region"), by_region),
-            **quantities((), overall),
+            **averages(by_head),
         }
 
     def sentence(self, summary: xr.Dataset) -> str:
@@ -171,28 +171,29 @@ def sentence(summary: xr.Dataset) -> str:
     if not np.isfinite(summary["first_change_overall"]):
         return f"No query was counted {documents}: segments of one token have none but the first."
 
+    first, visits = first_of(summary)
+    later, earlier = (
+        ("visit 2", "visit 1") if "1" in visits else ("a later visit", "the earlier one")
+    )
+
     def shown(name: str, scale: float, form: str) -> str:
         value, low, high = (
-            format(scale * float(summary[f"{name}_overall{end}"]), form)
+            format(scale * float(first[f"{name}_by_pair{end}"]), form)
             for end in ("", "_low", "_high")
         )
-        return f"{value} [{low}, {high}]" if np.isfinite(summary[f"{name}_overall_low"]) else value
+        return f"{value} [{low}, {high}]" if np.isfinite(first[f"{name}_by_pair_low"]) else value
 
     change, by_queries, by_keys = (
         shown(f"first_change{part}", 1, "+.2g") for part in ("", "_by_queries", "_by_keys")
     )
     places = f"The mass on the first token changes by {change}: {by_queries} by the queries, {by_keys} by the keys."
-    if not np.isfinite(summary["moved_share_overall"]):
-        return f"A later visit reads what the earlier one read, {documents}. {places}"
+    if not np.isfinite(first["moved_share_by_pair"]):
+        return f"{later.capitalize()} reads what {earlier} read, {documents}. {places}"
     moved, values, interaction = (shown(f"{term}_share", 100, ".1f") for term in TERMS)
-    by_pair = ""
-    if summary.sizes["visit_pair"] > 1:
-        means = 100 * summary["moved_share"].mean(("looped_layer", "head"))
-        by_pair = ", ".join(f"{name}: {mean:.1f}" for name, mean in means.to_series().items())
-        by_pair = f" (visits {by_pair})"
+    by_pair = each_of(100 * summary["moved_share_by_pair"], ".1f")
     return (
-        f"Mean over looped layers and heads, {documents}: of the change in what a later visit reads, {moved} % is "
-        f"attention that moved{by_pair}, {values} % values that changed, {interaction} % both together. {places}"
+        f"Mean over looped layers and heads, {documents}: of the change in what {later} reads, {moved} % is "
+        f"attention that moved{by_pair and f' ({by_pair})'}, {values} % values that changed, {interaction} % both together. {places}"
     )
 
 

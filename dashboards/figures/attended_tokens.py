@@ -66,7 +66,7 @@ def attended_overlap(
             ("", "diamond", ""),
             ("_without_first", "diamond-open", " without the first token"),
         ):
-            mean = measured(summary, f"{name}{end}_overall").expand_dims("mean")
+            mean = measured(summary, f"{name}{end}_by_pair").sel(visit_pair=[pair])
             figure.add_trace(
                 points(
                     [len(layers) + place + (0.1 if end else -0.1)],

@@ -25,6 +25,8 @@ from smeltscope.dashboards.figures.common import (
     places_axis,
     reference,
     row_of_maps,
+    said,
+    series_colour,
     styled,
     tick,
     visit_colour,
@@ -34,6 +36,7 @@ from smeltscope.dashboards.figures.common import (
 
 PARTS = {"change": GREY, "release": "#E69F00", "retarget": "#56B4E9"}
 ANSWERS = "demo_answer"
+PAPER_HEAD = (0.35, 0.26)  # release and retarget on answers of the one head in arXiv 2609.01343
 # Regions of a prompt, in the order of `region_name`: Okabe and Ito's, grey for what only separates.
 REGION_COLOURS = ("#000000", "#999999", "#56B4E9", "#D55E00", "#CCCCCC", "#0072B2", "#CC79A7")
 TARGET_PIXELS = 30
@@ -68,7 +71,7 @@ def regions_of_head(
     head: int | None = None,
     pair: str | None = None,
 ) -> go.Figure:
-    """The same of one head: the one that most turns to demonstrations' answers, unless named."""
+    """The same of one head: the Dyck head, else the one that most turns to demonstrations' answers, unless named."""
     layer, head = head_of_map(summary, layer, head)
     rows = np.flatnonzero(summary["layer"].values == layer)
     mass, at = measured(summary, "mass"), {"head": head}
@@ -87,7 +90,7 @@ def regions_of_head(
         summary["uniform"].isel(execution=rows[0]).values,
         parts,
         title=f"Attention of head {head} of layer {layer} on Dyck prompts, by region",
-        who="",
+        who="the Dyck head" if (layer, head) == dyck_head(summary) else "",
     )
 
 
@@ -100,10 +103,14 @@ def regions_there(summary: xr.Dataset) -> list[str]:
 def head_of_map(
     summary: xr.Dataset, layer: int | None = None, head: int | None = None
 ) -> tuple[int, int]:
-    """(layer, head): those named, else the looped head that most turns to demonstrations' answers.
+    """(layer, head): those named, else the Dyck head, where the run has one; else the looped head that most turns to
+    demonstrations' answers, which was picked on the prompts that it is shown on.
 
     Without a loop it is the head that most looks there; head 0 of the first layer where there are no demonstrations.
     """
+    known = dyck_head(summary)
+    if known is not None and layer in (None, known[0]) and head in (None, known[1]):
+        return known
     there = regions_there(summary)
     region = ANSWERS if ANSWERS in there else there[-1]
     if has_values(summary, "retarget") and has_values(summary.sel(map_region=region), "retarget"):
@@ -124,6 +131,13 @@ def head_of_map(
         int(layers[row]) if layer is None else layer,
         int(column) if head is None else head,
     )
+
+
+def dyck_head(summary: xr.Dataset) -> tuple[int, int] | None:
+    """(layer, head) that the search of the same run chose, on other prompts; None where it made none."""
+    if "dyck_head" not in summary or not has_values(summary, "dyck_head"):
+        return None
+    return int(summary["dyck_head_layer"]), int(summary["dyck_head"])
 
 
 def _regions(
@@ -216,6 +230,75 @@ def region_by_head(
         height=290 + ROW_PIXELS * len(layers),
         top=45,
         bottom=130,
+    )
+
+
+def split_by_head(
+    summary: xr.Dataset, *, region: str | None = None, pair: str | None = None
+) -> go.Figure:
+    """Each looped head by what a region got of the mass that the start token gave up, and what was moved to it besides.
+
+    Unless named the region is demonstrations' answers, where the paper's head stands beside.
+    """
+    regions = [
+        r for r in regions_there(summary) if has_values(summary.sel(map_region=r), "retarget")
+    ]
+    region = chosen(regions, region, "region", ANSWERS if ANSWERS in regions else regions[0])
+    pair = pair_of(summary, pair)
+    change, release, retarget = (
+        measured(summary, name).sel(map_region=region, visit_pair=pair) for name in PARTS
+    )
+    n, figure = _prompts(summary), go.Figure()
+    for i, layer in enumerate(summary["looped_layer"].values.tolist()):
+        at = {"looped_layer": i}
+        numbers = [said(part.isel(at), "", signed=True) for part in (change, release, retarget)]
+        figure.add_trace(
+            go.Scatter(
+                x=release["value"].isel(at).values,
+                y=retarget["value"].isel(at).values,
+                mode="markers",
+                marker={"color": series_colour(i), "size": 8},
+                name=f"layer {layer}",
+                text=[
+                    f"layer {layer}, head {head}<br>change {whole}<br>release {given}<br>retarget {moved}<br>{n}"
+                    for head, (whole, given, moved) in enumerate(zip(*numbers, strict=True))
+                ],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )
+    known = dyck_head(summary)
+    if known is not None:
+        at = {"looped_layer": known[0], "head": known[1]}
+        figure.add_trace(
+            go.Scatter(
+                x=[float(release["value"].sel(at))],
+                y=[float(retarget["value"].sel(at))],
+                mode="markers",
+                marker={"symbol": "circle-open", "color": GREY, "size": 16, "line": {"width": 2}},
+                name="the Dyck head",
+                hoverinfo="skip",
+            )
+        )
+    if region == ANSWERS and pair == "1-2":
+        figure.add_trace(
+            go.Scatter(
+                x=[PAPER_HEAD[0]],
+                y=[PAPER_HEAD[1]],
+                mode="markers",
+                marker={"symbol": "cross", "color": GREY, "size": 9},
+                name="the paper's head",
+                text=["the paper's Dyck head, one prompt of 4 shots (1.6B): context, not a target"],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )
+    figure.update_xaxes(title_text="release", zerolinecolor=GREY, zerolinewidth=1)
+    figure.update_yaxes(title_text="retarget", zerolinecolor=GREY, zerolinewidth=1)
+    return styled(
+        figure,
+        f"What changed on {label(region)} from visit {visits_of(pair)[0]} to {visits_of(pair)[1]}, by head",
+        "release: the start token's mass handed out in proportion; retarget: moved there besides",
+        height=520,
+        bottom=120,
     )
 
 
@@ -402,5 +485,12 @@ KINDS = (
         make=region_by_head,
         takes=("region", "pair"),
         needs=("mass",),
+    ),
+    FigureKind(
+        name="split",
+        title="Release and retarget, by head",
+        make=split_by_head,
+        takes=("region", "pair"),
+        needs=("retarget",),
     ),
 )

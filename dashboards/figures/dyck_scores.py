@@ -90,9 +90,14 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
 
 
 def losses_by_shots(summary: xr.Dataset) -> go.Figure:
-    """Loss of the answers by shots, per token and per answer."""
+    """Loss of the answers by shots, per token and per answer, over that of guessed types."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=("per token", "per answer"))
     x, labels, where = _shots(summary)
+    for column, name in enumerate(("token_loss_guess", "answer_loss_guess"), start=1):
+        guessed = reference(
+            x, summary[name], name="types guessed, scored prompts", showlegend=column == 1
+        )
+        figure.add_trace(guessed, row=1, col=column)
     for i, (name, (_, symbol)) in enumerate(LOSSES.items()):
         nested = name.startswith("nested")
         figure.add_trace(
@@ -136,6 +141,13 @@ def scores_by_readable(summary: xr.Dataset) -> go.Figure:
     for column, readable in enumerate((1, 0), start=1):
         items = summary["items_by_readable"].sel(readable=readable).values
         where = [f"{k} shots, {c:,.0f} items" for k, c in zip(labels, items, strict=True)]
+        for name, (what, dash) in REFERENCES.items():
+            known = summary[f"{name}_by_readable"].sel(readable=readable)
+            figure.add_trace(
+                reference(x, known, name=what, dash=dash, legendgroup=name, showlegend=column == 1),
+                row=1,
+                col=column,
+            )
         for i, name in enumerate(("exact", "all_right")):
             what, symbol = SCORES[name]
             figure.add_trace(
@@ -160,8 +172,10 @@ def scores_by_readable(summary: xr.Dataset) -> go.Figure:
     return styled(
         figure,
         "Dyck answers by what the query itself shows",
-        "whiskers: 95 % intervals over items",
+        "grey lines: what needs no model; whiskers: 95 % intervals over items",
+        height=520,
         top=20,
+        bottom=150,
     )
 
 

@@ -188,12 +188,12 @@ def _by_layer(
                 legendgroup=name,
             )
         )
-        overall = measured(summary, f"{name}_overall").expand_dims("mean")
+        mean = measured(summary, f"{name}_by_pair").sel(visit_pair=[pair])
         figure.add_trace(
             bars(
                 [len(layers) + place],
-                overall,
-                name=f"{what}, mean over layers, heads and pairs",
+                mean,
+                name=f"{what}, mean over layers and heads",
                 colour=colour,
                 n=n,
                 signed=True,

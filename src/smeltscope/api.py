@@ -116,8 +116,9 @@ def dyck(
 ) -> xr.DataTree:
     """What `probe dyck` does, for Python: a run with the groups dyck_scores, dyck_heads, dyck_map and dyck_patterns.
 
-    `model` is as in `probe`; everything else is as on the command line. Raises `SmeltscopeError` where the
-    command would end with its sentence.
+    `model` is as in `probe`; everything else is as on the command line. A Baseline is a run of its own, with the same
+    arguments: `smeltscope.probes.compare.compare` pairs the two. Raises `SmeltscopeError` where the command would end with
+    its sentence.
 
         run = smeltscope.dyck("smelt-tiny", items=10, shots=(0, 1, 2), seeds=1, nested=8)
         smeltscope.summarize(run, "dyck-heads")["dyck_head_rise"]
@@ -153,6 +154,66 @@ def dyck(
             force=force,
             batch_tokens=batch_tokens,
             seed=seed,
+        )
+        return open_run(file)
+
+
+def dyck_state(
+    model: "str | Path | Checkpoint | PreTrainedModel",
+    data: str | Path | None = None,
+    *,
+    items: int | None = None,
+    shots: Sequence[int] = (4,),
+    seeds: int = 1,
+    pairing: str = "usual",
+    reveal: str | None = None,
+    template: str | Path = "bigbench",
+    most_tokens: int = 8192,
+    batch_tokens: int = 8192,
+    seed: int = 0,
+    tokenizer: Any = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    quiet: bool = False,
+    **loading: Any,
+) -> xr.DataTree:
+    """What `probe dyck-state` does, for Python: a run with the group dyck_state.
+
+    `most_tokens` of the prompts are read; everything else is as in `dyck`. Raises `SmeltscopeError` where the command
+    would end with its sentence.
+
+        run = smeltscope.dyck_state("smelt-tiny", items=20, shots=(1,))
+        smeltscope.summarize(run, "dyck-state")["accuracy"]
+    """
+    from smeltscope.commands.dyck import item_sets, make_heldout, options_of_run
+    from smeltscope.commands.dyck_state import ITEMS
+    from smeltscope.probes.dyck_state import DyckState, measure_state
+
+    if out is not None:
+        check_out(Path(out), force=force)
+    checkpoint = _checkpoint(model, tokenizer, loading)
+    asked = item_sets(
+        data=None if data is None else Path(data),
+        items=items,
+        shots=tuple(shots),
+        seeds=seeds,
+        pairing=pairing,
+        reveal=reveal,
+        seed=seed,
+        generated=ITEMS,
+    )
+    heldout = make_heldout(checkpoint, asked, str(template))
+    log = terminal.make_log(quiet=quiet)
+    terminal.data(log, heldout)
+    with tempfile.TemporaryDirectory() as folder, terminal.progress(log) as on_progress:
+        file = measure_state(
+            checkpoint,
+            heldout,
+            Path(folder) / "run.h5" if out is None else out,
+            options_of_run(heldout, batch_tokens=batch_tokens, seed=seed),
+            DyckState(most_tokens=most_tokens),
+            force=force,
+            on_progress=on_progress,
         )
         return open_run(file)
 

@@ -48,8 +48,7 @@ def generate_sets(
     and from two shots on more of them only add to the fewer. `heldout_maps`: in-context maps are
     those that training leaves alone.
     """
-    if reveal not in REVEALS:
-        raise SmeltscopeError(f"Pairs are revealed by {', '.join(REVEALS)}, not by {reveal!r}.")
+    _check_reveal(reveal)
     if not 1 <= types <= len(OPENERS):
         raise SmeltscopeError(f"There are 1 to {len(OPENERS)} bracket types, not {types}.")
     kinds = range(types)
@@ -82,28 +81,39 @@ def generate_sets(
     return sets
 
 
-def nested_sets(number: int, shots: int, seed: int, *, pairing: str = "usual") -> list[ItemSet]:
+def nested_sets(
+    number: int, shots: int, seed: int, *, pairing: str = "usual", reveal: str = "both"
+) -> list[ItemSet]:
     """Sets of one shape, for targets that stand still at the end while shots are added before.
 
-    Every input has 7 symbols and every answer 3. The first demonstration's answer has the symbols
-    of the query's, in any order: they appear from one shot on. All else is drawn freely. In-context
-    maps are those that training leaves alone. Set i depends on `seed` and i alone, and more shots
-    only add to the fewer.
+    Every input has 7 symbols and every answer 3. `reveal` is as in `generate_sets`, but that the
+    first demonstration alone shows all that the query's answer needs: its answer has the same
+    symbols, in any order; with `inputs` its input closes them, and they are of two types at most,
+    for it has room for two pairs. In-context maps are those that training leaves alone. Set i
+    depends on `seed` and i alone, and more shots only add to the fewer.
     """
+    _check_reveal(reveal)
     kinds = range(len(OPENERS))
     rooms = {NESTED_ANSWER: [NESTED_SYMBOLS]}
+    most = (NESTED_SYMBOLS - NESTED_ANSWER) // 2 if reveal == "inputs" else NESTED_ANSWER
+    holds = partial(_reveal, reveal) if reveal == "inputs" else _has_symbols
+    complaint = "Found no nested prompts."
     sets = []
     for i in range(number):
         source = _source([seed, i], pairing, len(OPENERS), rooms, None, heldout_maps=True)
-        query = source.item(f"nested:{pairing}:{seed}:{i}", source.stack(kinds), kinds)
+        stack = _draw_until(
+            partial(source.stack, kinds), lambda stack: len(set(stack)) <= most, complaint
+        )
+        spared = kinds if reveal == "both" else sorted(set(kinds) - set(stack))
+        query = source.item(f"nested:{pairing}:{seed}:{i}", stack, spared)
         demonstrations = source.demonstrations(
             query,
             shots,
-            closed=kinds,
-            unclosed=kinds,
+            closed=spared if reveal == "answers" else kinds,
+            unclosed=spared if reveal == "inputs" else kinds,
             leading=1,
-            holds=partial(_has_symbols, query),
-            complaint="Found no nested prompts.",
+            holds=partial(holds, query),
+            complaint=complaint,
         )
         sets.append(ItemSet(query=query, demonstrations=demonstrations))
     return sets
@@ -185,6 +195,11 @@ def _source(
     else:
         pairs = draw_pairing(rng, heldout=heldout_maps, types=types)
     return _Source(rng=rng, pairing=pairs, rooms=rooms, max_depth=max_depth)
+
+
+def _check_reveal(reveal: str) -> None:
+    if reveal not in REVEALS:
+        raise SmeltscopeError(f"Pairs are revealed by {', '.join(REVEALS)}, not by {reveal!r}.")
 
 
 def _reveal(reveal: str, query: Item, items: list[Item]) -> bool:

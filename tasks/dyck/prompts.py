@@ -62,9 +62,10 @@ def make_prompts(
     """Prompts of the queries of `sets` with each of these numbers of shots, and their gold answers.
 
     Segments stand in the order of `shots` and, within, of `sets`. A prompt longer than `context`
-    tokens, the answer included, loses whole demonstrations, the first ones first; a number of shots
-    that no prompt keeps is left out, unless it is the smallest. `seed`, a label, is what demonstrations were drawn with.
-    `vocab_size` is the model's. Raises SmeltscopeError with a sentence.
+    tokens, the answer included, loses whole demonstrations, the last ones first: the first reveal what
+    the answer needs. A number of shots that no prompt keeps is left out, unless it is the smallest. Nested prompts lose
+    none: a number of shots with which one of them is too long is left out. `seed`, a label, is what demonstrations were
+    drawn with. `vocab_size` is the model's. Raises SmeltscopeError with a sentence.
     """
     shots = sorted(set(shots))
     if not sets or not shots:
@@ -84,10 +85,17 @@ def make_prompts(
     for k in shots:
         shown = [replace(item_set, demonstrations=item_set.demonstrations[:k]) for item_set in sets]
         segments = [_segment(reader, item_set, template) for item_set in shown]
-        if k > shots[0] and all(len(segment.ids) > context for segment in segments):
+        too_long = [len(segment.ids) > context for segment in segments]
+        if kind == "nested" and any(too_long) and k == shots[0]:
+            raise SmeltscopeError(
+                f"A nested prompt with {k} shot{'s' * (k != 1)} has {max(len(s.ids) for s in segments)} tokens with its "
+                f"answer but {context} fit: leave nested prompts out (--nested 0) or take a model with a longer context."
+            )
+        if any(too_long) if kind == "nested" else k > shots[0] and all(too_long):
             without = ", ".join(str(n) for n in shots if n >= k)  # more fit even less
+            which = "not every nested" if kind == "nested" else "no"
             notes.append(
-                f"Left out: {without} shots, for no prompt with them fits into {context} tokens."
+                f"Left out: {without} shots, for {which} prompt with them fits into {context} tokens."
             )
             break
         for i, (segment, item_set) in enumerate(zip(segments, shown, strict=True)):
@@ -174,20 +182,19 @@ def _segment(reader: Reader, item_set: ItemSet, template: Template) -> Segment:
 
 
 def _shortened(reader: Reader, item_set: ItemSet, template: Template, context: int) -> ItemSet:
-    """`item_set` without the first demonstrations, as few as must go for the prompt to fit."""
+    """`item_set` without the last demonstrations, as few as must go for the prompt to fit."""
 
-    def last(kept: int) -> ItemSet:
-        first = len(item_set.demonstrations) - kept
-        return replace(item_set, demonstrations=item_set.demonstrations[first:])
+    def first(kept: int) -> ItemSet:
+        return replace(item_set, demonstrations=item_set.demonstrations[:kept])
 
     def length(kept: int) -> int:
-        return len(_segment(reader, last(kept), template).ids)
+        return len(_segment(reader, first(kept), template).ids)
 
     fitting = bisect_right(range(len(item_set.demonstrations)), context, key=length)
     if not fitting:
         what = f"The prompt of item {item_set.query.name}, without demonstrations,"
         raise _too_long(what, length(0), context)
-    return last(fitting - 1)
+    return first(fitting - 1)
 
 
 def _items(item_set: ItemSet) -> tuple[Item, ...]:
@@ -305,7 +312,7 @@ def _counts(labels: Mapping[str, np.ndarray]) -> list[str]:
     for k in np.unique(shots[kept < shots]):
         of_k = kept[shots == k]
         notes.append(
-            f"{k} shots: {(of_k < k).sum():,} of {len(of_k):,} prompts lost their first demonstrations to fit and "
+            f"{k} shots: {(of_k < k).sum():,} of {len(of_k):,} prompts lost their last demonstrations to fit and "
             f"keep {of_k[of_k < k].mean():.1f} on average."
         )
     if over.any():

@@ -123,6 +123,25 @@ def test_models_that_a_diagnostic_has_no_meaning_for(
     assert titles == list(PROBES)
 
 
+@pytest.mark.parametrize(
+    "name", ["attention-sink", "router-overlap", "residual-updates", "qkv-similarity"]
+)
+def test_the_first_token_counts_where_it_is_asked_for(
+    probe: Call, tmp_path: Path, tiny_checkpoint: Path, text_folder: Path, name: str
+) -> None:
+    from smeltscope.registry import recorded_probe
+
+    out = tmp_path / "x.h5"
+    given = ["--ckpt", tiny_checkpoint, "--data", text_folder, "--out", out, "--tokens", 600]
+    done = probe(name, *given, "--include-first", "-q")
+    assert done.code == 0, done.err
+    run = smeltscope.open(out)
+    assert recorded_probe(run, name).options() == {"include_first": True}
+    identity = smeltscope.activations.attributes_of(run)["identity"]
+    assert identity["probes"] == {name: {"include_first": True}}
+    assert probe("show", out).out == done.out
+
+
 def test_a_sweep_of_visits(
     probe: Call, tmp_path: Path, tiny_checkpoint: Path, text_folder: Path
 ) -> None:
@@ -202,3 +221,45 @@ def test_two_processes_speak_once(
     assert done.out.count("loss: ") == 1 and "Mean loss of" in done.out
     assert done.err.count("Run file: x.h5") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
+
+
+def test_what_was_done_before_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar of a notebook, in a run that goes on: half of the tokens cost no time."""
+    import tqdm.auto
+    from rich.console import Console
+
+    from smeltscope.commands import terminal
+
+    bars: list[Any] = []
+
+    class Kept(tqdm.auto.tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            bars.append(self)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Kept)
+    log = Console()
+    monkeypatch.setattr(log, "is_jupyter", True)
+    with terminal.progress(log) as update:
+        update(500_000, 1_000_000, {})
+        assert bars[0].format_dict["initial"] == bars[0].n == 500_000
+        update(500_100, 1_000_000, {"loss": 2.5})
+    known = bars[0].format_dict
+    assert (known["n"], known["initial"], known["total"]) == (500_100, 500_000, 1_000_000)
+
+
+def test_one_of_several_processes_speaks_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    from smeltscope.commands import terminal
+
+    now = iter([0.0, 0.0, 40.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = io.StringIO()
+    with terminal.progress(Console(file=file, width=60)) as update:
+        update(0, 9000, {})
+        update(4000, 9000, {})
+    assert file.getvalue() == "44%, 4,000 tokens of this process, 100 tokens/s, 50 s left\n"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import smeltscope
+from smeltscope.commands.dyck import item_sets
+from smeltscope.errors import SmeltscopeError
 from smeltscope.tasks import dyck
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -40,6 +43,10 @@ def test_what_it_leaves(finished: Path) -> None:
     assert scored.sum() == 2 * 2 * 4  # seeds, numbers of shots, items
     summary = smeltscope.summarize(run, "dyck-scores")
     assert summary["prompts"].sel(shots=[0, 2]).values.tolist() == [8, 8]
+    at = scored & (segments["label_shots"].values == 2)  # types are guessed among four
+    nats = segments["label_symbols"].values[at].mean() * np.log(4)
+    np.testing.assert_allclose(summary["answer_loss_guess"].sel(shots=2), nats, rtol=1e-6)
+    np.testing.assert_allclose(summary["symbol_accuracy_guess"].sel(shots=2), 1 / 4)
     assert np.isfinite(smeltscope.summarize(run, "dyck-heads")["dyck_head"])
     assert not (finished.parent / "run.h5.partial").exists()
 
@@ -77,6 +84,9 @@ def test_show_and_compare(finished: Path, probe: Callable[..., Any]) -> None:
     assert shown.code == 0, shown.err
     for name in ("dyck-scores: smelt-tiny", "dyck-heads", "dyck-map", "retarget"):
         assert name in shown.out
+    summary = smeltscope.summarize(smeltscope.open(finished), "dyck-heads", draws=0)
+    head, layer = int(summary["dyck_head"]), int(summary["dyck_head_layer"])
+    assert f"Head {head} of layer {layer} (the Dyck head, chosen on other prompts)" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
     baseline = finished.with_name("run-baseline.h5")
     compared = probe("compare", baseline, finished)
@@ -120,6 +130,33 @@ def test_the_head_of_a_run(finished: Path, probe: Callable[..., Any]) -> None:
     head, layer = int(summary["dyck_head"]), int(summary["dyck_head_layer"])
     result = probe("dyck", "--device", "cpu", "--prompt", PROMPT, "--out", finished)
     assert f"Head {head} of layer {layer} (the Dyck head of {finished})" in result.out
+    given = ("--device", "cpu", "--prompt", PROMPT, "--out", finished)
+    other = probe("dyck", "--visits", 3, *given)  # of the same weights
+    assert f"(the Dyck head of {finished})" in other.out
+    other = probe("dyck", "--untrained", *given)
+    assert f"(the Dyck head of {finished}, a run of another checkpoint: smelt-tiny)" in other.out
+
+
+def test_a_run_that_chose_no_head(
+    finished: Path, probe: Callable[..., Any], tiny_checkpoint: Path
+) -> None:
+    """It lends none; and a head that the model lacks is refused."""
+    baseline = finished.with_name("run-baseline.h5")
+    given = ("--device", "cpu", "--prompt", PROMPT, "--out")
+    result = probe("dyck", *given, baseline)
+    assert result.code == 0, result.err
+    assert f"({baseline} has no Dyck head; its attention changes most between visits" in result.out
+    layer = int(
+        smeltscope.summarize(smeltscope.open(finished), "dyck-heads", draws=0)["dyck_head_layer"]
+    )
+    result = probe("dyck", "--ckpt", tiny_checkpoint, *given, finished)
+    if layer > 5:  # it has six layers
+        assert result.code == 2 and f"The Dyck head of {finished} does not exist here" in result.err
+    else:
+        assert "a run of another checkpoint: smelt-tiny" in result.out
+    missing = finished.with_name("missing.h5")
+    result = probe("dyck", *given, missing)
+    assert result.code == 2 and f"There is no run file {missing}" in result.err
 
 
 def test_the_same_in_python(finished: Path) -> None:
@@ -129,6 +166,51 @@ def test_the_same_in_python(finished: Path) -> None:
     assert run.attrs["identity"] == other.attrs["identity"]
     for group in ("dyck_scores", "dyck_heads", "dyck_map"):
         assert run[group].dataset.equals(other[group].dataset)
+
+
+def test_states_in_python(tmp_path: Path) -> None:
+    given = {"items": 8, "shots": (1,), "most_tokens": 100, "device": "cpu", "quiet": True}
+    out = tmp_path / "state.h5"
+    run = smeltscope.dyck_state("smelt-tiny", out=out, **given)
+    assert run["dyck_state"]["tokens"].sel(state="depth").sum() == 100
+    summary = smeltscope.summarize(run, "dyck-state", draws=20)
+    assert summary["accuracy"].dims == ("execution", "state")
+    assert np.isfinite(summary["accuracy_low"]).any()
+    assert smeltscope.open(out)["dyck_state"].dataset.equals(run["dyck_state"].dataset)
+    with pytest.raises(SmeltscopeError, match="exists already"):
+        smeltscope.dyck_state("smelt-tiny", out=out, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"shots": ()}, "no number of shots"),
+        ({"shots": (-1,)}, "from 0 to"),
+        ({"seeds": 0}, "seeds must be 1 or more, not 0"),
+        ({"items": 0}, "items must be 1 or more, not 0"),
+        ({"nested": -1}, "nested must be 0 or more, not -1"),
+    ],
+)
+def test_what_python_is_refused(given: dict[str, Any], words: str) -> None:
+    asked = {"items": 2, "shots": (0,), "seeds": 1, "nested": 0, "device": "cpu", "quiet": True}
+    with pytest.raises(SmeltscopeError, match=words):
+        smeltscope.dyck("smelt-tiny", **asked | given)
+    if "nested" not in given:
+        del asked["nested"]
+        with pytest.raises(SmeltscopeError, match=words):
+            smeltscope.dyck_state("smelt-tiny", **asked | given)
+
+
+def test_what_reveals_the_pairs_of_all_prompts() -> None:
+    """In-context pairs stand in demonstrations' answers alone unless asked for otherwise, in nested prompts too."""
+    asked = {"data": None, "items": 6, "shots": (2,), "seeds": 1, "nested": 6, "seed": 0}
+    for reveal, closed in ((None, False), ("both", True)):
+        shown = []
+        for part in item_sets(pairing="in-context", reveal=reveal, **asked):
+            for item_set in part.sets:
+                inputs = [i.input_symbols for i in (item_set.query, *item_set.demonstrations)]
+                shown.append(bool({*item_set.query.answer_symbols} & {*chain(*inputs)}))
+        assert len(shown) == 12 and any(shown) == closed
 
 
 def test_any_probe_runs_over_prompts() -> None:
@@ -183,6 +265,8 @@ def test_state(probe: Callable[..., Any], tmp_path: Path) -> None:
         (("--template", "nowhere.toml"), "nowhere.toml"),
         (("--pairing", "in-context", "--data", "nowhere.jsonl"), "--pairing"),
         (("--nested", 1), "one nested prompt"),
+        (("--prompt", PROMPT, "--data", "x.jsonl"), "no use for --data:"),
+        (("--prompt", PROMPT, "--baseline", "smelt-tiny"), "no use for --baseline:"),
     ],
 )
 def test_what_is_refused(
@@ -193,7 +277,8 @@ def test_what_is_refused(
     names: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = probe("dyck", "--device", "cpu", "--items", 2, "--seeds", 1, "-q", *arguments)
+    few = () if "--prompt" in arguments else ("--items", 2, "--seeds", 1)
+    result = probe("dyck", "--device", "cpu", *few, "-q", *arguments)
     assert result.code == 2, result.err
     assert "Traceback" not in result.err and names in result.err
     assert list(tmp_path.iterdir()) == []
@@ -220,8 +305,8 @@ def test_a_broken_row_is_named(probe: Callable[..., Any], tmp_path: Path) -> Non
 
 def test_probes_of_prompts_over_text(probe: Callable[..., Any], tmp_path: Path) -> None:
     result = probe("batch", "--probes", "dyck-map", "--tokens", "1k", "--out", tmp_path / "x.h5")
-    assert result.code == 0, result.err
-    assert "The run is over text: there is no prompt to map." in result.out
+    assert result.code == 2
+    assert "dyck-map measures Dyck prompts, not text; probe dyck runs it." in result.err
 
 
 @pytest.mark.shared_data

@@ -50,9 +50,12 @@ def test_csv_holds_every_number(probe: Call, run_file: Path) -> None:
         assert quantities == {str(q) for q in summary if f"{q}_low" in summary}
         for q in quantities:
             found = [r for r in rows if r["probe"] == name and r["quantity"] == q]
-            for column, end in (("value", ""), ("low", "_low"), ("high", "_high")):
+            for column in ("value", "low", "high", "low_all", "high_all"):
                 numbers = np.array([float(r[column] or "nan") for r in found])
-                np.testing.assert_array_equal(numbers, summary[f"{q}{end}"].values.ravel())
+                end = "" if column == "value" else f"_{column}"
+                expected = summary.get(f"{q}{end}", summary[q] * np.nan)
+                np.testing.assert_array_equal(numbers, expected.values.ravel())
+        assert any(r["low_all"] for r in rows if r["quantity"] == "change")
     place = summary = smeltscope.summarize(run, "attention-sink")["sink_mass"]
     row = next(
         r

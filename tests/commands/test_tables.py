@@ -111,28 +111,40 @@ def test_the_paper_stands_beside() -> None:
     assert "2 to 3 of 8 at S ~ 97 %, about 8 at S = 0; here 3.000 to 3.500" in text
 
 
+def test_the_paper_trained_a_model_for_each_number_of_visits() -> None:
+    """Beside a sweep, for the numbers that were swept; nothing where there is none."""
+    loss = summary_of("loss", loss=((), np.array(2.0)))
+    assert "The paper" not in " ".join(printed(loss))
+    swept = summary_of("loss", swept_loss=(("num_visits",), np.array([2.5, 2.0, 2.25])))
+    text = " ".join(" ".join(printed(swept.assign_coords(num_visits=[0, 2, 3]))).split())
+    assert "loss, 2 visits: 1.9257 (200M at S ~ 85 %" in text and "here 2.000" in text
+    assert "loss, 3 visits: 1.9385" in text and "here 2.250" in text
+    assert "1.9445" not in text and "1.9360" not in text
+
+
 def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
     mass = np.array([[0.1, np.nan]] * 6)
     one = summary_of(mass=(("execution", "head"), mass), total=((), np.array(2.0)))
+    one["mass_low_all"], one["mass_high_all"] = one["mass"] - 0.02, one["mass"] + 0.02
     two = summary_of(cosine=(("stage",), np.array([1.0, 0.5, 0.25])))
     tables.print_csv({"one": one, "two": two})
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert len(rows) == 12 + 1 + 3
-    assert list(rows[0])[:2] == ["probe", "quantity"] and list(rows[0])[-3:] == [
-        "value",
-        "low",
-        "high",
-    ]
+    ends = ["value", "low", "high", "low_all", "high_all"]
+    assert list(rows[0])[:2] == ["probe", "quantity"] and list(rows[0])[-5:] == ends
     assert set(rows[0]) == {
         *("probe", "quantity", "execution", "layer", "visit", "head", "stage"),
-        *("value", "low", "high"),
+        *ends,
     }
     seventh = rows[6]
     assert (seventh["execution"], seventh["layer"], seventh["visit"], seventh["head"]) == (
         *("3", "1", "2", "0"),
     )
     assert float(seventh["value"]) == mass[3, 0] and float(seventh["low"]) == mass[3, 0] - 0.01
-    assert rows[7]["value"] == rows[7]["low"] == ""
+    assert float(seventh["low_all"]) == mass[3, 0] - 0.02
+    assert float(seventh["high_all"]) == mass[3, 0] + 0.02
+    assert rows[7]["value"] == rows[7]["low"] == rows[7]["low_all"] == ""
+    assert rows[12]["low"] and rows[12]["low_all"] == ""  # not judged together with others
     assert rows[12]["quantity"] == "total" and rows[12]["layer"] == "" == rows[12]["stage"]
     assert [(r["stage"], float(r["value"])) for r in rows[13:]] == [
         ("X", 1),

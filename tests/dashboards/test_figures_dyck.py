@@ -12,6 +12,7 @@ import smeltscope
 from smeltscope.activations import open_run
 from smeltscope.commands.dyck import item_sets, make_heldout
 from smeltscope.dashboards.figures import FIGURES, choices_of, figures_of, head_of_map
+from smeltscope.dashboards.figures.dyck_map import PAPER_HEAD
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import checkpoint_of
 from smeltscope.probes import RunOptions
@@ -84,6 +85,8 @@ def test_every_choice(probe: str, summaries: dict[str, xr.Dataset], patterns: xr
     for kind in FIGURES[probe]:
         choices = choices_of(kind, summaries[probe], patterns)
         assert all(choices.values())
+        if kind.name == "split":
+            choices["region"].remove("bos")  # by which the others are split
         context = {name: values[-1] for name, values in choices.items()}
         check_is_whole(kind.draw(summaries[probe], **context, patterns=patterns))
     assert choices_of(FIGURES["dyck-map"][0], summaries["dyck-map"], patterns) == {
@@ -155,10 +158,43 @@ def test_numbers_of_regions(summaries: dict[str, xr.Dataset]) -> None:
         trace(overall, "retarget").y,
         summary["retarget_overall"].sel(map_region=list(overall.layout.xaxis2.ticktext)).values,
     )
+    known = int(summary["dyck_head"])  # one looped layer, two heads
+    assert head_of_map(summary) == head_of_map(summary, 0) == (0, known)
+    assert f"Attention of head {known} of layer 0" in kinds["head"].draw(summary).layout.title.text
+    assert "the Dyck head" in kinds["head"].draw(summary).layout.title.subtitle.text
+    assert head_of_map(summary, head=1 - known) == (0, 1 - known)
+    other = kinds["head"].draw(summary, head=1 - known).layout.title.subtitle.text
+    assert "the Dyck head" not in other
     answers = summary["retarget"].sel(map_region="demo_answer").values[0, 0]
-    assert head_of_map(summary) == (0, int(answers.argmax()))
+    unknown = summary.drop_vars(["dyck_head", "dyck_head_layer"])
+    assert head_of_map(unknown) == (0, int(answers.argmax()))
     with pytest.raises(SmeltscopeError, match="no head 7 in this figure; it has 0, 1"):
         kinds["head"].draw(summary, head=7)
+
+
+def test_what_is_released_and_retargeted(summaries: dict[str, xr.Dataset]) -> None:
+    summary = summaries["dyck-map"]
+    (kind,) = (kind for kind in FIGURES["dyck-map"] if kind.name == "split")
+    figure = kind.draw(summary)
+    answers = summary.sel(map_region="demo_answer", visit_pair="1-2").isel(looped_layer=0)
+    heads = trace(figure, "layer 0")
+    np.testing.assert_array_equal(heads.x, answers["release"])
+    np.testing.assert_array_equal(heads.y, answers["retarget"])
+    np.testing.assert_allclose(np.add(heads.x, heads.y), answers["change"], atol=1e-6)
+    for end in ("low", "high"):
+        assert f"{float(answers[f'release_{end}'][1]):+.4f}" in heads.text[1]
+        assert f"{float(answers[f'retarget_{end}'][1]):+.4f}" in heads.text[1]
+    known, ring = int(summary["dyck_head"]), trace(figure, "the Dyck head")
+    assert (ring.x[0], ring.y[0]) == (heads.x[known], heads.y[known])
+    paper = trace(figure, "the paper's head")
+    assert (paper.x[0], paper.y[0]) == (0.35, 0.26)
+    assert sum(PAPER_HEAD) == pytest.approx(0.61)
+    names = {t.name for t in kind.draw(summary, region="separator").data}
+    assert names == {"layer 0", "the Dyck head"}  # the paper says nothing of other regions
+    with pytest.raises(SmeltscopeError, match="no region bos in this figure"):
+        kind.draw(summary, region="bos")  # which is what the others are split by
+    unknown = summary.drop_vars(["dyck_head", "dyck_head_layer"])
+    assert "the Dyck head" not in {t.name for t in kind.draw(unknown).data}
 
 
 def test_the_map_of_a_prompt(summaries: dict[str, xr.Dataset], run: xr.DataTree) -> None:

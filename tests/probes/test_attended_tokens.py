@@ -375,8 +375,8 @@ def test_sentences(make_run):
         return PROBE.sentence(summarize(run, PROBE, draws=20))
 
     text = told("smelt", num_visits=3)
-    assert "over 2 documents, queries that see 64 keys or more: two visits share" in text
-    assert text.count("chance") == 2 and "1-2: " in text and "K/V" not in text
+    assert "over 2 documents, queries that see 64 keys or more: visits 1 and 2 share" in text
+    assert text.count("chance") == 2 and "by pair, visits 1-2: " in text and "K/V" not in text
     text = told("smelt", [40, 30], num_key_value_heads=1)
     assert "queries that see 2 keys or more: two visits have the same" in text and "1-2" not in text
     assert "All heads of a layer read one K/V head" in text

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from smeltscope.activations import Attention, capture, open_run
+from smeltscope.activations import Attention, attributes_of, capture, open_run
 from smeltscope.activations.attention import attend
 from smeltscope.model import executions_of, tiny
 from smeltscope.probes import AttentionSink, RunOptions, run_probes, summarize
@@ -24,6 +24,7 @@ from smeltscope.probes.regions import TEXT_REGIONS, TextRegions
 from smeltscope.probes.rows import rows_of
 from smeltscope.probes.runner import empty_arrays, model_shape
 from smeltscope.probes.sampling import Sample
+from smeltscope.tasks import HeldOut
 
 EXACT = 1e-5
 UNIFORM = {16: 0.2113, 64: 0.0741, 256: 0.0239, 1024: 0.00733, 4096: 0.00217}
@@ -440,7 +441,7 @@ def slowly_sampled(attention: np.ndarray, value: np.ndarray, queries, delimiter)
 
 
 @contextmanager
-def eagerly(model) -> Iterator[tuple[list, list]]:
+def eagerly(model) -> Iterator[tuple[torch.nn.Module, list, list]]:
     """What a model's own eager attention is given and makes, and what its layers are given, by execution."""
     eager, kernel, residual = copy.deepcopy(model), [], []
     eager.set_attn_implementation("eager")
@@ -474,6 +475,45 @@ def norms(x: np.ndarray, length: int) -> tuple:
     return norm[..., 0], norm[..., 1:length].sum(-1)
 
 
+def assert_like(
+    run: xr.DataTree, model: torch.nn.Module, heldout: HeldOut, *, include_first: bool = False
+) -> None:
+    """All arrays of a run, every query sampled, segments of different lengths, against both slow references."""
+    data, lengths = run["attention_sink"].dataset, heldout.lengths.tolist()
+    longest, seen = attributes_of(run)["identity"]["max_length"], set()
+    for row, length in enumerate(run["segments"]["tokens"].values):
+        tokens = torch.from_numpy(heldout.segment(lengths.index(length))).long()[None]
+        with eagerly(model) as (eager, kernel, residual), torch.no_grad():
+            eager(tokens, use_cache=False)
+        assert len(kernel) == len(residual) == len(executions_of(model.config))
+        for e, ((attention, key, value), x) in enumerate(zip(kernel, residual, strict=True)):
+            (attention,) = attention
+            learned = 1 - attention.sum(-1)
+            expected = slowly(
+                np.pad(attention, ((0, 0), (0, 0), (0, longest - length))),  # for as many bins
+                length,
+                include_first,
+                None if np.abs(learned).max() < EXACT else learned,
+            )
+            no_token = np.zeros(length, dtype=bool)
+            expected |= slowly_sampled(attention, value[0], range(1, length), no_token)
+            for which, vectors in {"residual": x[0], "key": key[0], "value": value[0]}.items():
+                first, others = norms(vectors, length)
+                expected |= {f"first_{which}_norm": first, f"{which}_norm_sum": others}
+            for n, wanted in expected.items():
+                found = data[n].values[row, e]
+                np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=2e-5, err_msg=n)
+            seen |= set(expected)
+            total = data["region_mass_sum"].values[row, e].sum(-1)
+            learned = np.nan_to_num(data["learned_sink_mass_sum"].values[row, e])
+            if not include_first:
+                np.testing.assert_allclose(
+                    total + learned, data["queries"].values[row, e], rtol=1e-5
+                )
+    unknown = set(data.data_vars) - seen
+    assert unknown <= {"learned_sink_mass_sum"} and all(np.isnan(data[n]).all() for n in unknown)
+
+
 @pytest.mark.parametrize("variant", [*MODELS, "gpt2", "dory", "hrm_text"])
 def test_sampled_queries_like_slow_loops(make_run, make_heldout, variant):
     """All queries sampled; ragged segments, one of one token and one of two, padded on the right."""
@@ -481,30 +521,24 @@ def test_sampled_queries_like_slow_loops(make_run, make_heldout, variant):
     lengths = [30, 12, 2, 1]
     options = RunOptions(max_length=30, batch_tokens=1600)
     run = make_run([AttentionSink()], lengths, name, options=options, **overrides)
-    data, heldout, model = (
-        run["attention_sink"].dataset,
-        make_heldout(lengths),
-        tiny(name, **overrides),
-    )
-    for row, length in enumerate(lengths):  # the longest come first in the run, as here
-        tokens = torch.from_numpy(heldout.segment(row)).long()[None]
-        with eagerly(model) as (eager, kernel, residual), torch.no_grad():
-            eager(tokens, use_cache=False)
-        assert len(kernel) == len(residual) == len(executions_of(model.config))
-        for e, ((attention, key, value), x) in enumerate(zip(kernel, residual, strict=True)):
-            expected = slowly_sampled(
-                attention[0], value[0], range(1, length), np.zeros(length, dtype=bool)
-            )
-            pairs = {"residual": x[0], "key": key[0], "value": value[0]}
-            for which, vectors in pairs.items():
-                first, others = norms(vectors, length)
-                expected |= {f"first_{which}_norm": first, f"{which}_norm_sum": others}
-            for n, wanted in expected.items():
-                found = data[n].values[row, e]
-                np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=2e-5, err_msg=n)
-            total = data["region_mass_sum"].values[row, e].sum(-1)
-            learned = np.nan_to_num(data["learned_sink_mass_sum"].values[row, e])
-            np.testing.assert_allclose(total + learned, data["queries"].values[row, e], rtol=1e-5)
+    assert_like(run, tiny(name, **overrides), make_heldout(lengths))
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # every run has a file of its own
+)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=3, unique=True),
+    include_first=st.booleans(),
+)
+def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, lengths, include_first):
+    smelt = data.draw(any_smelt)
+    options = RunOptions(max_length=80, batch_tokens=600, sampled_queries=80)
+    run = make_run([AttentionSink(include_first=include_first)], lengths, options=options, **smelt)
+    assert_like(run, tiny("smelt", **smelt), make_heldout(lengths), include_first=include_first)
 
 
 @settings(max_examples=40, deadline=None)

@@ -389,7 +389,8 @@ def test_sentences(run_of, make_checkpoint, make_heldout):
 
     text = told()
     assert "nested prompts of half 1 (2 items)" in text and "at visit 2 (uniform " in text
-    assert "release and" in text and "the one that most turned there is head " in text
+    assert "release and" in text and "The head that most turned there: head " in text
+    assert "picked here" in text and "The Dyck head" not in text  # no head was searched for
     assert "No layer is visited twice" in told("baseline")
     assert "no demonstration is answered in them" in told(heldout=made_prompts((0, 0, 0, 0)))
     half_0 = made_prompts((1, 2), half=np.zeros(2, dtype=int))

@@ -389,6 +389,16 @@ def test_summary_like_slow_averages(labelled_run):
             np.testing.assert_allclose(summary["symbol_accuracy"][i], accuracy)
             for name in REFERENCES:
                 np.testing.assert_allclose(summary[name][i], labels[name][at].mean(), rtol=1e-6)
+                for r in range(2) if name != "kept_shots" else ():
+                    part = labels[name][at & (labels["readable"] == r)].mean()
+                    np.testing.assert_allclose(summary[f"{name}_by_readable"][i, r], part)
+            symbols, guess = data["symbols"][at], labels["guess"][at]
+            right = sum(n * g ** (1 / max(n, 1)) for n, g in zip(symbols, guess, strict=True))
+            np.testing.assert_allclose(summary["symbol_accuracy_guess"][i], right / symbols.sum())
+            nats = -np.log(guess).sum()
+            tokens = data["answer_tokens"][at].sum()
+            np.testing.assert_allclose(summary["token_loss_guess"][i], nats / tokens)
+            np.testing.assert_allclose(summary["answer_loss_guess"][i], nats / at.sum())
 
 
 def test_items_are_drawn_whole_and_within_their_kind(labelled_run):

@@ -106,7 +106,9 @@ def make_prompts(
             marks={},
             states={name: [np.array(v) for v in values] for name, values in states.items()},
             labels={
+                "kind": np.array(["scored"] * len(words)),
                 "item": np.array(names),
+                "half": np.unique(names, return_inverse=True)[1] % 2,
                 "shots": np.array([len(prompt) - 1 for prompt in words]),
                 "prompt_seed": np.zeros(len(words), dtype=np.int64),
             },
@@ -261,6 +263,30 @@ def test_symbols_against_their_words():
     number = dict(zip(beginnings, symbols.beginning.tolist(), strict=True))
     assert [number[b] for b in beginnings] == symbols.beginning.tolist()
     assert len(set(number.values())) == len(number)
+
+
+def test_no_half_has_seen_a_query_of_the_other():
+    """Demonstrations are other prompts' queries, as those of a file are."""
+    rng = np.random.default_rng(5)
+    queries = [random_word(rng, most=30) for _ in range(12)]
+    words = [
+        [queries[j] for j in rng.choice(np.setdiff1d(range(12), i), 4, replace=False)] + [query]
+        for i, query in enumerate(queries)
+    ]
+    symbols = read_symbols(make_prompts(words), 10**6, seed=2)
+    half = {row: int(symbols.half[symbols.row == row][0]) for row in range(12)}
+    assert sorted(half.values()) == [0] * 6 + [1] * 6
+    expected = []
+    for row, prompt in enumerate(words):
+        for word in prompt:
+            if half[queries.index(word)] == half[row]:
+                expected += [row] * len(word)
+    assert symbols.row.tolist() == expected
+    assert len(expected) < sum(len(word) for prompt in words for word in prompt)
+    # a sample is of what is left
+    few = read_symbols(make_prompts(words), 50, seed=2)
+    kept = {*zip(symbols.row, symbols.position, strict=True)}
+    assert len(few) == 50 and kept >= {*zip(few.row, few.position, strict=True)}
 
 
 def test_an_item_lies_in_one_half_whatever_its_shots():
@@ -434,7 +460,8 @@ def test_a_state_that_no_token_has_gives_no_value(run_of, small):
         [[t], [u, -1 - u, t]] for t in range(4) for u in range(4)
     ]  # nothing but back to the start
     words = [[[t], [t]] for t in range(4)] * 4
-    summary = summarize(run_of(small(), make_prompts(words)), PROBE, draws=20)
+    items = [f"item {t}" for t in range(4)] * 4
+    summary = summarize(run_of(small(), make_prompts(words, items=items)), PROBE, draws=20)
     assert summary["tokens"].sel(state="match") == 0
     assert np.isnan(summary["accuracy"].sel(state=["match", "stack_top", "depth"])).all()
     assert np.isfinite(summary["accuracy"].sel(state="closer")).all()
@@ -486,6 +513,8 @@ def test_errors_are_sentences(tmp_path, small, make_heldout):
         measure_state(checkpoint, make_heldout([9, 8]), tmp_path / "a.h5", OPTIONS)
     with pytest.raises(SmeltscopeError, match="No token of the prompts bears a symbol"):
         measure_state(checkpoint, make_prompts([[[]], [[]]]), tmp_path / "a.h5", OPTIONS)
+    with pytest.raises(SmeltscopeError, match="also a query of the other half"):
+        measure_state(checkpoint, make_prompts([[[0]], [[0]]]), tmp_path / "a.h5", OPTIONS)
     with pytest.raises(SmeltscopeError, match="not beside other probes"):
         run_probes(checkpoint, heldout, [PROBE], tmp_path / "a.h5", OPTIONS)
     assert not list(tmp_path.iterdir())

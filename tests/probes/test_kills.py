@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from smeltscope.activations import open_run
+
 ROUNDS = 2
 
 _SCRIPT = """
@@ -70,3 +72,47 @@ def test_killed_at_random_moments(tmp_path, assert_same_bits):
     assert set(codes) <= {"-9", "0"} and codes.count("-9") >= 2, told
     for name in runs:
         assert_same_bits(tmp_path / "whole.h5", tmp_path / name)
+
+
+_DYING = """
+import os, signal, sys
+from smeltscope.activations import RunWriter
+from smeltscope.cli import main
+
+write, calls = RunWriter.write, []
+
+def write_and_die(self, *given):
+    calls.append(write(self, *given))
+    if os.environ["RANK"] == "1" and len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+RunWriter.write = write_and_die
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_workers_killed_and_run_again(tmp_path, assert_same_bits, tiny_checkpoint, text_folder):
+    """Of two processes one is killed, and torchrun ends the other one wherever it is."""
+    script, out = tmp_path / "script.py", tmp_path / "run.h5"
+    script.write_text(_DYING)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    batch = ["probe", "batch", "--ckpt", tiny_checkpoint, "--data", text_folder, "--device", "cpu"]
+    batch += ["--tokens", "4k", "--batch-tokens", 512, "-q", "--out"]
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *map(str, arguments)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    killed = run(*torchrun, script, *batch, out)
+    assert killed.returncode != 0 and "SIGKILL" in killed.stderr, killed.stderr
+    first, second = (tmp_path / f"run.h5.rank{rank}of2.partial" for rank in (0, 1))
+    done = [open_run(part)["segments/done"].values for part in (first, second)]
+    assert 0 < done[1].sum() < len(done[1]) and not out.exists()
+    goes_on = run(*torchrun, "-m", "smeltscope", *batch, out)
+    assert goes_on.returncode == 0, goes_on.stderr
+    alone = run("-m", "smeltscope", *batch, tmp_path / "whole.h5")
+    assert alone.returncode == 0, alone.stderr
+    assert_same_bits(tmp_path / "whole.h5", out)
+    assert sorted(p.name for p in tmp_path.glob("*.h5*")) == ["run.h5", "whole.h5"]

@@ -100,7 +100,9 @@ def slowly(first: np.ndarray, second: np.ndarray) -> dict[str, np.ndarray]:
     return out
 
 
-def assert_like(run: xr.DataTree, seen_by_length: dict[int, Stages], executions, stages) -> None:
+def assert_like(
+    run: xr.DataTree, seen_by_length: dict[int, Stages], executions, stages, start: int = 1
+) -> None:
     """All arrays of a run, but for V random, against `slowly`; `atol` grows with the number of tokens."""
     data = run["qkv_similarity"].dataset
     looped = data["looped_layer"].values.tolist()
@@ -114,7 +116,7 @@ def assert_like(run: xr.DataTree, seen_by_length: dict[int, Stages], executions,
                 place = looped.index(later.layer), visits.index((earlier.visit, later.visit))
                 for stage in stages:
                     expected = slowly(
-                        *(seen_by_length[length][e.index][stage][1:] for e in (earlier, later))
+                        *(seen_by_length[length][e.index][stage][start:] for e in (earlier, later))
                     )
                     for name, value in expected.items():
                         array, dim = name.removeprefix("head_"), "stage"
@@ -175,6 +177,17 @@ def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, leng
     model, heldout = tiny("smelt", **smelt), make_heldout(lengths)
     seen = {n: seen_by_hooks(model, heldout.segment(i)) for i, n in enumerate(lengths)}
     assert_like(run, seen, executions_of(model.config), set(seen[lengths[0]][0]))
+
+
+def test_the_first_token_counts_where_it_is_asked_for(make_run, make_heldout):
+    model, heldout = tiny("smelt", num_visits=3), make_heldout(LENGTHS)
+    seen = {n: seen_by_hooks(model, heldout.segment(i)) for i, n in enumerate(LENGTHS)}
+    probe = QkvSimilarity(include_first=True)
+    run = make_run([probe], LENGTHS, num_visits=3)
+    assert_like(run, seen, executions_of(model.config), set(seen[20][0]), start=0)
+    assert run["qkv_similarity"].attrs["options"] == '{"include_first": true}'
+    counts = run["qkv_similarity"]["cosine_count"].sel(compared="same token")
+    assert counts.isel(stage=0, looped_layer=0, visit_pair=0).sum() == sum(LENGTHS)
 
 
 def test_like_transformer_lens(run_of, make_heldout):

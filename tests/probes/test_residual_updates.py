@@ -81,9 +81,10 @@ def norm(vectors: np.ndarray) -> np.ndarray:
     return np.sqrt((vectors**2).sum(-1))
 
 
-def slowly(seen: list[dict[str, np.ndarray]], executions, writes=WRITES) -> dict:
-    """Every array of one segment by its definition; writes that are not to be known are left out."""
+def slowly(seen: list[dict[str, np.ndarray]], executions, writes=WRITES, start: int = 1) -> dict:
+    """Every array of one segment by its definition, tokens from `start` on; writes that are not to be known are left out."""
     length, width = seen[0]["resid_pre"].shape
+    counted = length - start
     looped = [e.layer for e in executions if e.visit == 2]
     pairs = [(a, b) for a in range(1, 9) for b in range(a + 1, 9)]
     pairs = sorted(p for p in pairs if p[1] <= max(e.visit for e in executions))
@@ -94,12 +95,12 @@ def slowly(seen: list[dict[str, np.ndarray]], executions, writes=WRITES) -> dict
     for sites in seen:
         x, dx = (norm(sites[site]) / width**0.5 for site in ("resid_pre", "update"))
         for name, value in {
-            "tokens": length - 1,
-            "residual_rms_sum": x[1:].sum(),
-            "update_rms_sum": dx[1:].sum(),
-            "relative_sum": (dx / x)[1:].sum(),
-            "relative_log_sum": np.log(dx / x)[1:].sum(),
-            "relative_count": length - 1,
+            "tokens": counted,
+            "residual_rms_sum": x[start:].sum(),
+            "update_rms_sum": dx[start:].sum(),
+            "relative_sum": (dx / x)[start:].sum(),
+            "relative_log_sum": np.log(dx / x)[start:].sum(),
+            "relative_count": counted,
             "first_residual_rms": x[0],
             "first_update_rms": dx[0],
         }.items():
@@ -111,7 +112,7 @@ def slowly(seen: list[dict[str, np.ndarray]], executions, writes=WRITES) -> dict
             for kind in kinds:
                 if any(kind not in seen[e.index] for e in (earlier, later)):
                     continue
-                a, b = (norm(seen[e.index][kind][1:]) for e in (earlier, later))
+                a, b = (norm(seen[e.index][kind][start:]) for e in (earlier, later))
                 values = (b / a).sum(), np.log(b / a).sum(), b.sum(), a.sum(), len(a)
                 place = looped.index(later.layer), pairs.index((earlier.visit, later.visit))
                 for name, value in zip(NORMS, values, strict=True):
@@ -121,11 +122,11 @@ def slowly(seen: list[dict[str, np.ndarray]], executions, writes=WRITES) -> dict
             for j in range(number):
                 if write not in writes or any(write not in seen[e] for e in (i, j)):
                     continue
-                a, b = seen[i][write][1:], seen[j][write][1:]
+                a, b = seen[i][write][start:], seen[j][write][start:]
                 cosine = (a * b).sum(-1) / norm(a) / norm(b)
                 out["cosine_sum"][i, j, w], out["cosine_count"][i, j, w] = cosine.sum(), len(a)
                 cosine = np.zeros(0)
-                if length > 2:
+                if counted > 1:
                     a, b = a - a.mean(0), b - b.mean(0)
                     cosine = (a * b).sum(-1) / norm(a) / norm(b)
                 out["centred_cosine_sum"][i, j, w] = cosine.sum()
@@ -204,6 +205,24 @@ def test_any_smelt_like_slow_loops(make_run, make_heldout, any_smelt, data, leng
     }
     options = RunOptions(max_length=80, batch_tokens=600, sampled_tokens=80)
     assert_like(make_run([ResidualUpdates()], lengths, options=options, **smelt), expected)
+
+
+@pytest.mark.parametrize("variant", ["smelt, 3 visits", "dory"])
+def test_the_first_token_counts_where_it_is_asked_for(make_run, make_heldout, variant):
+    name = variant.split(",")[0]
+    writes = ("update",) if name == "dory" else WRITES
+    model, heldout = tiny(name, **MODELS[variant]), make_heldout(LENGTHS)
+    expected = {
+        length: slowly(
+            seen_by_hooks(model, heldout.segment(i)), executions_of(model.config), writes, start=0
+        )
+        for i, length in enumerate(LENGTHS)
+    }
+    probe = ResidualUpdates(include_first=True)
+    run = make_run([probe], LENGTHS, name, **MODELS[variant])
+    assert_like(run, expected)
+    assert run["residual_updates"].attrs["options"] == '{"include_first": true}'
+    assert summarize(run, probe, draws=0)["tokens"][0] == sum(LENGTHS)
 
 
 def test_like_transformer_lens(run_of, make_heldout):

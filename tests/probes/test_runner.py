@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,8 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import with_visits
 from smeltscope.probes import AttentionSink, RunOptions, run_probes, summarize
 from smeltscope.probes.attention_sink import measure_sink
+from smeltscope.probes.runner import Measurement
+from smeltscope.registry import PROBES, make_probe
 from smeltscope.tasks import HeldOut, plan_batches
 
 LENGTHS = [9, 70, 2, 33, 64, 1, 17, 3, 70, 5, 128, 12]
@@ -122,6 +126,8 @@ def test_what_the_file_says_about_the_run(probe, make_checkpoint, make_heldout):
     assert attributes["model_type"] == "smelt"
     assert attributes["model_config"]["num_visits"] == 2
     assert attributes["packages"]["torch"] == torch.__version__
+    assert attributes["threads"] == torch.get_num_threads()
+    assert attributes["attention"] == "sdpa"
     assert "sink_mass_sum" in run["attention_sink"].attrs["definition"]
 
 
@@ -170,8 +176,8 @@ def test_progress(probe, make_checkpoint, make_heldout):
         make_heldout(LENGTHS),
         on_progress=lambda seen, total, _: told.append((seen, total)),
     )
-    assert told[-1] == (sum(LENGTHS), sum(LENGTHS))
-    assert told == sorted(told) and len(told) > 2
+    assert told[0] == (0, sum(LENGTHS)) and told[-1] == (sum(LENGTHS), sum(LENGTHS))
+    assert told == sorted(set(told)) and len(told) > 3
 
 
 class Stop(Exception):
@@ -183,7 +189,7 @@ def stop_after(batches: int):
 
     def on_progress(seen: int, total: int, headlines) -> None:
         calls.append(seen)
-        if len(calls) == batches:
+        if len(calls) == 1 + batches:  # the first comes before them
             raise Stop
 
     return on_progress
@@ -254,6 +260,89 @@ def test_an_interrupted_run_goes_on(
     assert len(forwards) == 1 + batches - 2  # the first tells the shape; two batches were done
     assert_same_bits(tmp_path / "whole.h5", tmp_path / "cut.h5")
     assert cut["segments/done"].all() and whole["segments/done"].all()
+
+
+def interrupted(tmp_path: Path, checkpoint, heldout, probes) -> Path:
+    """A run that ended after two batches: its file."""
+    out = tmp_path / "run.h5"
+    with pytest.raises(Stop):
+        run_probes(checkpoint, heldout, probes, out, OPTIONS, on_progress=stop_after(2))
+    return out
+
+
+def test_headlines_go_on_where_they_stood(tmp_path, make_checkpoint, make_heldout):
+    """Tokens and headline numbers of what was done before stand in the first call; the last is as without a break."""
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
+    probes = [make_probe(name) for name in PROBES]
+    whole: list = []
+    run_probes(
+        checkpoint, heldout, probes, tmp_path / "whole.h5", OPTIONS,
+        on_progress=lambda *given: whole.append(given),
+    )  # fmt: skip
+    assert whole[0] == (0, sum(LENGTHS), {})
+    told: list = []
+    out = interrupted(tmp_path, checkpoint, heldout, probes)
+    run_probes(
+        checkpoint, heldout, probes, out, OPTIONS, on_progress=lambda *given: told.append(given)
+    )
+    assert len(told) == len(whole) - 2
+    for one, other in zip(told, whole[2:], strict=True):
+        assert one[:2] == other[:2] and one[2] == pytest.approx(other[2])
+    assert len(told[0][2]) >= len(PROBES) - 1
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_other_threads_are_told(tmp_path, make_checkpoint, make_heldout, monkeypatch, old):
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
+    out = interrupted(tmp_path, checkpoint, heldout, [AttentionSink()])
+    if old:  # a file that does not say
+        with h5py.File(tmp_path / "run.h5.partial", "r+") as file:
+            del file.attrs["threads"], file.attrs["attention"]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 3)
+    notes: list[str] = []
+    run_probes(checkpoint, heldout, [AttentionSink()], out, OPTIONS, on_note=notes.append)
+    if old:
+        assert notes == []
+        return
+    (note,) = notes
+    assert f"run.h5.partial was begun under other conditions (threads: was {threads}, " in note
+    assert f"is {threads + 3}): " in note and "last bits" in note
+    assert open_run(out)["segments/done"].all()
+
+
+def test_the_same_conditions_are_not_spoken_of(tmp_path, make_checkpoint, make_heldout):
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout(LENGTHS)
+    out = interrupted(tmp_path, checkpoint, heldout, [AttentionSink()])
+    notes: list[str] = []
+    run_probes(checkpoint, heldout, [AttentionSink()], out, OPTIONS, on_note=notes.append)
+    assert notes == []
+
+
+def test_memory_is_freed_when_the_batch_is_gone(
+    tmp_path, make_checkpoint, make_heldout, monkeypatch
+):
+    """The traceback of the error holds the batch's tensors: the cache is emptied behind it."""
+    checkpoint, heldout = make_checkpoint("smelt"), make_heldout([30, 30, 30, 30])
+    refused: list[weakref.ref] = []
+    alive: list[bool] = []
+    measure = Measurement._measure
+
+    def small(self, rows):
+        if len(rows) > 2:
+            tensor = torch.zeros(4)
+            refused.append(weakref.ref(tensor))
+            raise torch.OutOfMemoryError
+        return measure(self, rows)
+
+    monkeypatch.setattr(Measurement, "_measure", small)
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: alive.extend(ref() is not None for ref in refused)
+    )
+    options = RunOptions(max_length=30, batch_tokens=2000)
+    out = run_probes(checkpoint, heldout, [AttentionSink()], tmp_path / "run.h5", options)
+    assert alive == [False]
+    assert open_run(out)["segments/done"].all()
 
 
 _SCRIPT = """

@@ -46,8 +46,16 @@ SWEEP = click.option(
     help="Run with this many visits; 0..4 measures the loss with each of these numbers.",
 )  # fmt: skip
 
-# What the command of a probe has beside the options of all.
+INCLUDE_FIRST = click.option(
+    "--include-first", is_flag=True,
+    help="Count the first token of a segment, which is special in many models.",
+)  # fmt: skip
+
+# What the command of a probe has beside the options of all. Options named like a field of the probe are given to it.
 OWN_OPTIONS: dict[str, Decorator] = {
+    "router-overlap": INCLUDE_FIRST,
+    "residual-updates": INCLUDE_FIRST,
+    "qkv-similarity": INCLUDE_FIRST,
     "attention-sink": together(
         click.option(
             "--include-first", is_flag=True,
@@ -103,11 +111,11 @@ def _run(name: str, given: dict[str, Any]) -> None:
         check_out(html, force=force, option="--html")
         if html.resolve() == out.resolve():
             raise SmeltscopeError(f"--html and --out both name {out}; give them different files.")
-    options: dict[str, Any] = {}
-    if given.get("include_first"):
-        options["include_first"] = True
-    if isinstance(given["visits"], tuple):  # a sweep is the probe's: the model runs as it is
-        options["visits"], given["visits"] = given["visits"], None
+    options = {option: given[option] for option in make_probe(name).options() if option in given}
+    if isinstance(options.get("visits"), tuple):  # a sweep is the probe's: the model runs as it is
+        given["visits"] = None
+    else:
+        options.pop("visits", None)
     probe = make_probe(name, **options)
     log = terminal.make_log(quiet=given["quiet"])
     text = running.run([probe], out, log, given, reuse=reuse)

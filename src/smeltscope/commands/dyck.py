@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from smeltscope.commands import running, tables, terminal
-from smeltscope.commands.dyck_tables import print_map
 from smeltscope.commands.options import (
     Decorator,
     batch_tokens_option,
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
     from smeltscope.tasks.dyck.prompts import Kind
 
 NESTED_SHOTS = (1, 2, 4, 8)
+_OF_RUNS = (  # options that --prompt has no use for
+    "data", "items", "shots", "seeds", "pairing", "reveal", "baseline", "nested", "ablation", "examples", "batch_tokens",
+    "seed", "force",
+)  # fmt: skip
 
 
 class Numbers(click.ParamType):
@@ -118,17 +121,28 @@ def dyck(*, prompt: str | None, head: str | None, **given: Any) -> None:
     costs most (the Dyck head), chosen on one half of the nested prompts and reported on the other; its attention by
     region of the prompt at each visit. Interrupted, the same command goes on.
 
-    With --prompt: the prompt's regions, the answer, and where a head looks at each visit. The head is --head, else the Dyck head of the run
-    file --out if there is one, else the looped head whose attention changes most between visits.
+    With --prompt: the prompt's regions, the answer, and where a head looks at each visit. The head is --head, else the Dyck head of --out, a
+    run file, else the looped head whose attention changes most between visits.
     """
     if prompt is not None:
         from smeltscope.commands.dyck_prompt import show_prompt
 
+        unused = [f"--{name.replace('_', '-')}" for name in _OF_RUNS if _is_given(name)]
+        if unused:
+            raise SmeltscopeError(
+                f"--prompt shows one prompt and has no use for {', '.join(unused)}: leave that out."
+            )
         show_prompt(prompt, head, **given)
         return
     if head is not None:
         raise SmeltscopeError("--head goes with --prompt; a run keeps all heads.")
     _run(given)
+
+
+def _is_given(name: str) -> bool:
+    """Whether an option of the command was typed."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not click.core.ParameterSource.DEFAULT
 
 
 def _run(given: dict[str, Any]) -> None:
@@ -196,19 +210,28 @@ def item_sets(
 
     if data is not None and (pairing != "usual" or reveal is not None):
         raise SmeltscopeError("--pairing and --reveal are for generated items; --data has its own.")
+    if not shots:
+        raise SmeltscopeError("There is no number of shots to ask for: give one, such as 0.")
+    for name, value, least in (("items", items, 1), ("seeds", seeds, 1), ("nested", nested, 0)):
+        if value is not None and value < least:
+            raise SmeltscopeError(f"{name} must be {least} or more, not {value}.")
     found = None if data is None else dyck.read_items(data)
     reveal = reveal or ("answers" if pairing == "in-context" else "both")
     most, asked = max(shots), []
     for number in range(seeds):
         if found is None:
             sets = dyck.generate_sets(
-                items or generated, most, seed + number, pairing=pairing, reveal=reveal
+                generated if items is None else items,
+                most,
+                seed + number,
+                pairing=pairing,
+                reveal=reveal,
             )
         else:
             sets = dyck.sets_of_items(found, most, seed + number)[:items]
         asked.append(Asked(sets=sets, shots=shots, seed=number, kind="scored"))
     if nested:
-        sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing)
+        sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing, reveal=reveal)
         asked.append(Asked(sets=sets, shots=NESTED_SHOTS, seed=0, kind="nested"))
     return asked
 
@@ -265,6 +288,7 @@ def measure_dyck(
             reuse=reuse,
             beside=beside,
             on_progress=on_progress,
+            on_note=lambda note: log.print(note, soft_wrap=True),
         )
 
 
@@ -291,17 +315,17 @@ def _examples(heldout: "HeldOut", number: int) -> list[int]:
 
 
 def _report(probes: Sequence["Probe"], out: Path, beside: Path, given: Mapping[str, Any]) -> None:
+    from smeltscope.activations import open_run
+    from smeltscope.probes import group_name
     from smeltscope.probes.compare import compare
 
-    results = {
-        probe.name: tables.result_of(running.open_result(out, probe), probe, seed=given["seed"])
-        for probe in probes
-    }
+    run = open_run(out, groups=[group_name(probe.name) for probe in probes])
+    results = {probe.name: tables.result_of(run, probe, seed=given["seed"]) for probe in probes}
     differences = None
     if given["baseline"] is not None:
         scores = probes[0]
-        a, b = (running.open_result(file, scores) for file in (beside, out))
-        differences = compare(a, b, scores, scores, seed=given["seed"])
+        other = running.open_result(beside, scores)
+        differences = compare(other, run, scores, scores, seed=given["seed"])
     if given["as_json"]:
         found = {name: terminal.as_json(result.summary) for name, result in results.items()}
         if differences is not None:
@@ -311,11 +335,6 @@ def _report(probes: Sequence["Probe"], out: Path, beside: Path, given: Mapping[s
     console = terminal.make_output()
     for name, result in results.items():
         tables.print_result(console, result, f"{name}: {given['ckpt']}")
-        if name == "dyck-map" and "dyck_head" in results["dyck-heads"].summary:
-            chosen = results["dyck-heads"].summary
-            head = int(chosen["dyck_head_layer"]), int(chosen["dyck_head"])
-            print_map(console, result.summary, head)
-            console.print()
     if differences is not None:
         console.print(f"Minus {given['baseline']}, the same prompts", style="bold")
         columns = [

@@ -34,7 +34,7 @@ def show_prompt(
     arrays = {name: array.values for name, array in found.arrays.items()}
     regions = [str(name) for name in found.dimensions["region_name"]]
     layers, visits = _executions(checkpoint)
-    layer, chosen, why = _head(head, out, arrays["row"], layers, visits)
+    layer, chosen, why = _head(head, out, checkpoint, arrays["row"], layers, visits)
     shown = [e for e, of_layer in enumerate(layers) if of_layer == layer]
     mass = arrays["row"][0][shown, chosen]  # (visit, target, key)
     if given["as_json"]:
@@ -47,6 +47,7 @@ def show_prompt(
                 "predicted": arrays["predicted"][0].tolist(),
                 "layer": layer,
                 "head": chosen,
+                "why": why,
                 "visits": [visits[e] for e in shown],
                 "attention": mass.tolist(),
             }
@@ -71,6 +72,7 @@ def _executions(checkpoint: "Checkpoint") -> tuple[list[int], list[int]]:
 def _head(
     head: str | None,
     out: Path | None,
+    checkpoint: "Checkpoint",
     row: "np.ndarray",
     layers: Sequence[int],
     visits: Sequence[int],
@@ -82,21 +84,16 @@ def _head(
         match = re.fullmatch(r"(\d+)\.(\d+)", head)
         if match is None:
             raise SmeltscopeError(f"--head {head} names no head; write LAYER.HEAD, as in 3.0.")
-        layer, chosen = int(match[1]), int(match[2])
-        if layer not in layers or chosen >= row.shape[2]:
-            raise SmeltscopeError(
-                f"--head {head} does not exist: layers go from 0 to {max(layers)}, heads from 0 to {row.shape[2] - 1}."
-            )
-        return layer, chosen, "as asked"
-    if out is not None and out.is_file():
-        from smeltscope.activations import open_run
-        from smeltscope.probes import summarize
-        from smeltscope.registry import recorded_probe
-
-        run = open_run(out, groups=["dyck_heads"])
-        found = summarize(run, recorded_probe(run, "dyck-heads"), draws=0)
-        layer, chosen = (int(found[name]) for name in ("dyck_head_layer", "dyck_head"))
-        return layer, chosen, f"the Dyck head of {out}"
+        place = int(match[1]), int(match[2])
+        _check_exists(place, f"--head {head} does not exist", row, layers)
+        return *place, "as asked"
+    lacking = ""
+    if out is not None:
+        found, other = _head_of_run(out, checkpoint)
+        if found is not None:
+            _check_exists(found, f"The Dyck head of {out} does not exist here", row, layers)
+            return *found, f"the Dyck head of {out}{other}"
+        lacking = f"{out} has no Dyck head; "
     looped = [
         (first, later)
         for first in range(len(layers))
@@ -104,13 +101,40 @@ def _head(
         if layers[first] == layers[later] and visits[first] == 1 and visits[later] == 2
     ]
     if not looped:
-        return layers[-1], 0, "no layer is looped; --head names another"
+        return layers[-1], 0, f"{lacking}no layer is looped; --head names another"
     change = np.stack([np.abs(row[0, b] - row[0, a]).sum(-1).mean(-1) for a, b in looped])
     most = np.unravel_index(np.nanargmax(change), change.shape)  # (pair, head)
     return (
         layers[looped[int(most[0])][0]],
         int(most[1]),
-        "its attention changes most between visits; --head names another",
+        f"{lacking}its attention changes most between visits; --head names another",
+    )
+
+
+def _head_of_run(out: Path, checkpoint: "Checkpoint") -> tuple[tuple[int, int] | None, str]:
+    """The head that the search of a run chose, if one did, and words on a run of another checkpoint."""
+    from smeltscope.activations import attributes_of, open_run
+    from smeltscope.probes.dyck_heads import dyck_head
+
+    run = open_run(out)
+    attributes = attributes_of(run)
+    same = attributes["identity"]["checkpoint_digest"] == checkpoint.digest
+    other = "" if same else f", a run of another checkpoint: {attributes['checkpoint']}"
+    return dyck_head(run), other
+
+
+def _check_exists(
+    place: tuple[int, int], what: str, row: "np.ndarray", layers: Sequence[int]
+) -> None:
+    """Refuse a (layer, head) that the model lacks; `row` (example, execution, head, target, key) is NaN for such heads."""
+    import numpy as np
+
+    layer, head = place
+    heads = row.shape[2]
+    if layer in layers and head < heads and np.isfinite(row[0, layers.index(layer), head]).any():
+        return
+    raise SmeltscopeError(
+        f"{what}: layers go from 0 to {max(layers)}, heads from 0 to {heads - 1}; --head names another."
     )
 
 

@@ -54,26 +54,26 @@ def print_heads(console: "Console", summary: "xr.Dataset") -> None:
     )
 
 
-def print_map(
-    console: "Console", summary: "xr.Dataset", head: tuple[int, int] | None = None
-) -> None:
-    """Attention by region of a looped head (layer, head) at each visit; of the one that most turns to answers unless given."""
+def print_map(console: "Console", summary: "xr.Dataset") -> None:
+    """Attention by region at each visit of the Dyck head; where none was chosen, of the head that most turned to answers."""
     import numpy as np
 
     if "change" not in summary:
         return
-    if head is None:
+    if "dyck_head" in summary:
+        physical, chosen = int(summary["dyck_head_layer"]), int(summary["dyck_head"])
+        layer = summary["looped_layer"].values.tolist().index(physical)
+        which = "the Dyck head, chosen on other prompts"
+    else:
         turned = summary["retarget"].sel(map_region="demo_answer").isel(visit_pair=0)
         if not turned.notnull().any():
             return
         place = turned.fillna(-np.inf).argmax(...)
         layer, chosen = (int(place[dim]) for dim in ("looped_layer", "head"))
-    else:
-        layer = int(np.flatnonzero(summary["looped_layer"].values == head[0])[0])
-        chosen = head[1]
-    physical = int(summary["looped_layer"].values[layer])
+        physical = int(summary["looped_layer"].values[layer])
+        which = "of all heads the one that most turned to answers, picked here"
     executions = np.flatnonzero(summary["layer"].values == physical)
-    console.print(f"Attention of head {chosen} of layer {physical}, by region:")
+    console.print(f"Head {chosen} of layer {physical} ({which}), attention by region:")
     table = _table(
         "region",
         "uniform",

@@ -55,6 +55,7 @@ def run(
             force=given["force"],
             reuse=reuse,
             on_progress=on_progress,
+            on_note=lambda note: log.print(note, soft_wrap=True),
         )
     return heldout, max_length
 

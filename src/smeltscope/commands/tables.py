@@ -28,6 +28,7 @@ HEADS = ("head", "kv_head")
 ROWS = ("group", "step", "execution", "looped_layer", "visit_pair")
 MOST_COLUMNS = 8  # entries of a dimension that stand side by side
 DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
+ENDS = ("_low", "_high", "_low_all", "_high_all")  # of intervals
 FEW = 4  # quantities of a table that nobody has chosen
 
 # The tables of each probe, where its first quantities would not do. What holds no value is left out anyway.
@@ -112,7 +113,7 @@ def result_of(run: "xr.DataTree", probe: "Probe", *, seed: int) -> Result:
 def quantities_in(summary: "xr.Dataset") -> list[str]:
     """The quantities of a summary, without the ends of their intervals."""
     names = [str(name) for name in summary.data_vars]
-    ends = {f"{name}_{end}" for name in names for end in ("low", "high", "low_all", "high_all")}
+    ends = {f"{name}{end}" for name in names for end in ENDS}
     return [name for name in names if name not in ends]
 
 
@@ -140,11 +141,12 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
 def _print_paper(console: "Console", summary: "xr.Dataset") -> None:
     from smeltscope.probes.paper import MODELS, reported_by
 
-    entries = reported_by(str(summary.attrs["probe"]))
+    entries = [(entry, entry.ours(summary)) for entry in reported_by(str(summary.attrs["probe"]))]
+    # A sweep is there where it was asked for.
+    entries = [(e, ours) for e, ours in entries if "num_visits" not in e.at or ours is not None]
     if entries:
         console.print(f"The paper ({MODELS}; context, not a target), and here:", style="dim")
-    for entry in entries:
-        ours = entry.ours(summary)
+    for entry, ours in entries:
         signed = "minus" in entry.what
         here = [] if ours is None else [number(value, signed=signed) for value in ours]
         line = f"{entry.what}: {entry.says}; here {' to '.join(dict.fromkeys(here)) or '-'}"
@@ -303,11 +305,14 @@ def print_csv(summaries: Mapping[str, "xr.Dataset"]) -> None:
     """Every number of some probes' summaries on stdout, one a line.
 
     Columns: probe, quantity, every coordinate of any of them (empty where a quantity has none), value, low, high
-    (the 95 % interval, empty where there is none).
+    (the 95 % interval, empty where there is none), low_all, high_all (the one that holds for all entries together, of
+    quantities that have one).
     """
     coordinates = list(dict.fromkeys(str(c) for s in summaries.values() for c in s.coords))
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["probe", "quantity", *coordinates, "value", "low", "high"])
+    writer.writerow(
+        ["probe", "quantity", *coordinates, "value", *(end.removeprefix("_") for end in ENDS)]
+    )
     for probe, summary in summaries.items():
         for quantity in quantities_in(summary):
             for labels, numbers in _long(summary, quantity):
@@ -319,12 +324,16 @@ def print_csv(summaries: Mapping[str, "xr.Dataset"]) -> None:
 def _long(
     summary: "xr.Dataset", name: str
 ) -> Iterator[tuple[dict[str, object], tuple[float, ...]]]:
-    """Each entry of a quantity with its labels: ({coordinate: label}, (value, low, high))."""
-    arrays = [summary[f"{name}{end}"] for end in ("", "_low", "_high")]
+    """Each entry of a quantity with its labels: ({coordinate: label}, (value, low, high, low_all, high_all))."""
+    array = summary[name]
     labels = {
-        str(c): array.broadcast_like(arrays[0]).transpose(*arrays[0].dims).values.ravel().tolist()
-        for c, array in arrays[0].coords.items()
+        str(c): label.broadcast_like(array).transpose(*array.dims).values.ravel().tolist()
+        for c, label in array.coords.items()
     }
-    columns = [array.values.ravel().tolist() for array in arrays]
+    none = [math.nan] * array.size
+    columns = [
+        summary[key].values.ravel().tolist() if (key := f"{name}{end}") in summary else none
+        for end in ("", *ENDS)
+    ]
     for i, numbers in enumerate(zip(*columns, strict=True)):
         yield {c: values[i] for c, values in labels.items()}, numbers

@@ -73,7 +73,8 @@ def progress(log: "Console") -> Iterator[OnProgress]:
     """Tokens done, tokens per second, time left, and the headline numbers so far.
 
     A bar on a terminal or in a notebook, elsewhere a line now and then. Gives the function to call with
-    (done, total, headline numbers).
+    (done, total, headline numbers); its first call says what was done before. Of several processes one speaks, of its own
+    share of the tokens.
     """
     if log.quiet:
         yield lambda done, total, headlines: None
@@ -101,7 +102,7 @@ def _bar(log: "Console") -> Iterator[OnProgress]:
     columns = (
         TextColumn("{task.percentage:>3.0f} %"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f} tokens"),
+        TextColumn("{task.completed:,.0f} tokens" + _share()),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
@@ -121,9 +122,14 @@ def _notebook_bar() -> Iterator[OnProgress]:
     from tqdm.auto import tqdm
 
     with tqdm(unit=" tokens", unit_scale=True) as bar:
+        began = False
 
         def update(done: int, total: int, headlines: Mapping[str, float]) -> None:
-            bar.total = total
+            nonlocal began
+            if not began:
+                began = True
+                bar.reset(total)
+                bar.n = bar.initial = bar.last_print_n = done  # in no rate
             bar.set_postfix_str(_joined(headlines), refresh=False)
             bar.update(done - bar.n)
 
@@ -144,10 +150,14 @@ def _lines(log: "Console") -> OnProgress:
             last = now
             speed = (done - first) / (now - began)
             left = (total - done) / speed
-            line = f"{done / total:.0%}, {done:,} tokens, {speed:,.0f} tokens/s, {left:,.0f} s left"
+            line = f"{done / total:.0%}, {done:,} tokens{_share()}, {speed:,.0f} tokens/s, {left:,.0f} s left"
             log.print("; ".join(filter(None, (line, _joined(headlines)))), soft_wrap=True)
 
     return update
+
+
+def _share() -> str:
+    return " of this process" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _joined(headlines: Mapping[str, float]) -> str:

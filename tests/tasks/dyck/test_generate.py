@@ -124,19 +124,45 @@ def test_what_cannot_be(options, fault):
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_nested_sets(pairing):
-    sets = nested_sets(30, 8, 0, pairing=pairing)
+@pytest.mark.parametrize("reveal", REVEALS)
+def test_nested_sets(pairing, reveal):
+    options = {"pairing": pairing, "reveal": reveal}
+    sets = nested_sets(30, 8, 0, **options)
     for s in sets:
         items = [s.query, *s.demonstrations]
         assert {len(item.prefix) for item in items} == {7}
         assert {len(item.answer) for item in items} == {3}
-        assert sorted(s.demonstrations[0].answer_symbols) == sorted(s.query.answer_symbols)
         assert s.query.prefix not in {item.prefix for item in s.demonstrations}
         assert bayes(s, 1)["answers"] == 1
         assert is_heldout(s.query.pairing.closers) == (pairing == "in-context")
-    same_order = np.mean([s.demonstrations[0].answer == s.query.answer for s in sets])
-    assert 0 < same_order < 0.7
-    assert sets[:5] == nested_sets(5, 8, 0, pairing=pairing)
+        if reveal != "inputs":
+            assert sorted(s.demonstrations[0].answer_symbols) == sorted(s.query.answer_symbols)
+    if reveal != "inputs":
+        same_order = np.mean([s.demonstrations[0].answer == s.query.answer for s in sets])
+        assert 0 < same_order < 0.7
+    assert sets[:5] == nested_sets(5, 8, 0, **options)
     assert [s.demonstrations[:2] for s in sets] == [
-        s.demonstrations for s in nested_sets(30, 2, 0, pairing=pairing)
+        s.demonstrations for s in nested_sets(30, 2, 0, **options)
     ]
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("shots", [1, 2, 8])
+def test_answers_reveal_in_nested_sets(pairing, shots):
+    for s in nested_sets(40, shots, 0, pairing=pairing, reveal="answers"):
+        needed = set(s.query.answer_symbols)
+        assert not needed & symbols_of([s.query, *s.demonstrations], "input")
+        assert needed <= symbols_of(s.demonstrations[:1], "answer")
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("shots", [1, 2, 8])
+def test_inputs_reveal_in_nested_sets(pairing, shots):
+    for s in nested_sets(40, shots, 0, pairing=pairing, reveal="inputs"):
+        needed = set(s.query.answer_symbols)
+        assert not needed & set(s.query.input_symbols)
+        assert not needed & symbols_of(s.demonstrations, "answer")
+        assert needed <= symbols_of(s.demonstrations[:1], "input")
+        assert bayes(s, 1)["inputs"] == 1
+    with pytest.raises(SmeltscopeError, match="revealed by answers, inputs, both, not by 'input'"):
+        nested_sets(3, shots, 0, pairing=pairing, reveal="input")

@@ -403,6 +403,20 @@ def test_dclm_joins_contexts_and_continuations(tokenizers):
         assert row["context"] not in shown
 
 
+@pytest.mark.shared_data
+@pytest.mark.skipif(not BIGBENCH.exists(), reason="no shared data")
+def test_dclm_texts_are_those_of_the_file(tokenizers):
+    """Instruction and shot are the row's context, a space and its continuation: 1,000 of 1,000 rows."""
+    rows = [json.loads(line) for line in BIGBENCH.read_text().splitlines()]
+    tokenizer = tokenizers.setdefault("bytes", KINDS["bytes"]())
+    sets = sets_of_items(read_items(BIGBENCH), 0, 0)
+    dclm = TEMPLATES["dclm"]
+    found = make_prompts(sets, tokenizer, shots=[0], template=dclm, context=9999, seed=0)
+    texts = [tokenizer.decode(found.segment(i)[1:]) for i in range(len(found))]
+    assert texts == [f"{row['context']} {row['continuation']}" for row in rows]
+    assert len(texts) == 1000
+
+
 def test_bigbench_gives_the_instruction_once(tokenizers):
     tokenizer = tokenizers.setdefault("bytes", KINDS["bytes"]())
     [item_set] = generate_sets(1, 2, 0)
@@ -456,7 +470,7 @@ def test_other_normalizers():
                 )
 
 
-def test_too_long_prompts_lose_their_first_demonstrations(tokenizers):
+def test_too_long_prompts_lose_their_last_demonstrations(tokenizers):
     tokenizer = tokenizers.setdefault("bytes", KINDS["bytes"]())
     sets = generate_sets(12, 6, 2)
     context = 260
@@ -465,7 +479,7 @@ def test_too_long_prompts_lose_their_first_demonstrations(tokenizers):
     )
     labels = found.prompts.labels
     lengths = {
-        (i, k, kept): 1 + len(written(last(item_set, k, kept), kept, BIG))
+        (i, k, kept): 1 + len(written(first(item_set, kept), kept, BIG))
         for i, item_set in enumerate(sets)
         for k in (2, 4, 5, 6)
         for kept in range(k + 1)
@@ -483,9 +497,9 @@ def test_too_long_prompts_lose_their_first_demonstrations(tokenizers):
         lost += k - kept
         assert labels["shots"][row] == k and labels["kept_shots"][row] == kept
         told = tokenizer.decode(found.segment(row)[1:])
-        assert told == written(last(sets[i], k, kept), kept, BIG)
+        assert told == written(first(sets[i], kept), kept, BIG)
         assert found.prompts.regions[row][0] == 0
-        best = bayes(last(sets[i], k, kept), kept)
+        best = bayes(first(sets[i], kept), kept)
         assert labels["bayes_answers"][row] == best["answers"]
     assert lost and found.dropped == {"demonstrations": lost}
     assert found.lengths.max() <= context
@@ -498,12 +512,40 @@ def test_too_long_prompts_lose_their_first_demonstrations(tokenizers):
         for k in np.unique(labels["shots"])
         if (labels["kept_shots"] < k)[labels["shots"] == k].any()
     ]
-    assert sum("lost their first demonstrations" in note for note in found.notes) == len(short)
+    assert sum("lost their last demonstrations" in note for note in found.notes) == len(short)
 
 
-def last(item_set, k, kept):
-    shown = item_set.demonstrations[k - kept : k]
-    return ItemSet(query=item_set.query, demonstrations=shown)
+def first(item_set, kept):
+    return ItemSet(query=item_set.query, demonstrations=item_set.demonstrations[:kept])
+
+
+def test_nested_prompts_lose_nothing(tokenizers):
+    """Their first demonstration shows the targets' symbols, and all numbers of shots have the same items."""
+    tokenizer = tokenizers.setdefault("trained-450", KINDS["trained-450"]())
+    sets = nested_sets(12, 8, 0, pairing="in-context", reveal="answers")
+    options = {"template": BIG, "seed": 0, "kind": "nested"}
+    lengths = {
+        k: make_prompts(sets, tokenizer, shots=[k], context=9999, **options).lengths
+        for k in (1, 2, 4, 8)
+    }
+    assert lengths[4].min() < lengths[4].max()
+    for context, kept in (
+        (9999, [1, 2, 4, 8]),
+        (lengths[4].max(), [1, 2, 4]),
+        (lengths[4].min(), [1, 2]),
+    ):
+        found = make_prompts(sets, tokenizer, shots=[1, 2, 4, 8], context=int(context), **options)
+        labels = found.prompts.labels
+        assert labels["shots"].tolist() == [k for k in kept for _ in sets]
+        assert (labels["kept_shots"] == labels["shots"]).all() and not found.dropped
+        assert (labels["bayes_answers"] == 1).all()
+        left_out = ", ".join(str(k) for k in (1, 2, 4, 8) if k not in kept)
+        note = f"Left out: {left_out} shots, for not every nested prompt with them fits into {context} tokens."
+        assert (note in found.notes) == bool(left_out)
+    with pytest.raises(
+        SmeltscopeError, match=r"A nested prompt with 1 shot has .* leave nested prompts out"
+    ):
+        make_prompts(sets, tokenizer, shots=[1, 2], context=int(lengths[1].max()) - 1, **options)
 
 
 def test_labels_and_documents(tokenizers):
