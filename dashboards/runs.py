@@ -129,8 +129,14 @@ class RunFile:
         return self._once(("definition", name), make)
 
     def tree(self, name: str) -> xr.DataTree:
-        """The run with the arrays of one probe, of the segments that are done; the last one asked for is kept."""
-        tree = self._once(("tree", name), lambda: self._only_done(self._open((group_name(name),))))
+        """The run with the arrays of one probe, of the segments that are done; the last one asked for is kept.
+
+        With `dyck-map` come those of `dyck-heads`, where there are any: they say which head is the Dyck head.
+        """
+        groups = [group_name(name)]
+        if name == "dyck-map" and "dyck-heads" in self.probes():
+            groups.append("dyck_heads")
+        tree = self._once(("tree", name), lambda: self._only_done(self._open(groups)))
         with self._lock:
             for key in [k for k in self._kept if k[0] == "tree" and k[1] != name]:
                 del self._kept[key]

@@ -265,7 +265,7 @@ def _prompts(
             tokenizer,
             shots=[k],
             template=template,
-            context=2**31,  # it would drop the first demonstrations, those that reveal
+            context=2**31,  # it would drop the last demonstrations, and with them what they reveal
             seed=0,
         )
         for prompt, i in enumerate(members):
