@@ -123,6 +123,11 @@ class RunWriter:
         if not _can_go_on(self._part, force=force):
             _begin(self.out, self._part)
 
+    @property
+    def path(self) -> Path:
+        """The file that this worker writes its rows to."""
+        return self._part.path
+
     def done(self) -> np.ndarray:
         """Which rows this worker has written: bool (segment,)."""
         done = np.zeros(len(self.schema.dimensions["segment"]), dtype=bool)

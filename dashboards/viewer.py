@@ -33,7 +33,7 @@ from smeltscope.dashboards.examples import (
 )
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes import summarize
-from smeltscope.probes.dyck_heads import DyckHeads
+from smeltscope.probes.dyck_heads import DyckHeads, dyck_head_of
 
 if TYPE_CHECKING:
     from smeltscope.dashboards.live import Live
@@ -77,13 +77,14 @@ def ablation_of(run: xr.DataTree) -> dict[str, Any] | None:
         return None
     probe = DyckHeads(**json.loads(run["dyck_heads"].attrs["options"]))
     summary = summarize(run, probe, draws=0)
-    if "dyck_head" not in summary:
+    known = dyck_head_of(summary)
+    if known is None:
         return None
     rise = summary["head_rise"].isel(half=1)  # (ablated_visits, looped_layer, head)
     return {
         "kind": str(probe.options()["ablation"]),
-        "layer": int(summary["dyck_head_layer"]),
-        "head": int(summary["dyck_head"]),
+        "layer": known[0],
+        "head": known[1],
         "layers": rise["looped_layer"].values.tolist(),
         "visits": [str(v) for v in rise["ablated_visits"].values],
         "rise": finite(rise.transpose("ablated_visits", ...).values),

@@ -45,9 +45,9 @@ def compare(
     if any(a.sizes.get(head, 0) != b.sizes.get(head, 0) for head in HEADS):
         found_a, found_b = averaged(found_a, HEADS), averaged(found_b, HEADS)
     shared = [n for n in found_a if n in found_b and found_a[n].dims == found_b[n].dims]
-    mixed = {n.replace("_by_pair", "_overall") for n in shared if n.endswith("_by_pair")}
-    if a.sizes.get("visit_pair") == b.sizes.get("visit_pair"):
-        mixed = set()
+    other_visits = a.sizes.get("visit_pair") != b.sizes.get("visit_pair")
+    by_pair = [n for n in shared if n.endswith("_by_pair")] if other_visits else []
+    mixed = {n.replace("_by_pair", "_overall") for n in by_pair}
     shared = [n for n in shared if n not in mixed]
     dims = dict.fromkeys(dim for name in shared for dim in found_a[name].dims)
     places = {dim: _matched(_labels(a, dim), _labels(b, dim)) for dim in dims}

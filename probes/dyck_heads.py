@@ -332,6 +332,13 @@ def dyck_head(run: xr.DataTree) -> tuple[int, int] | None:
     return layer, head
 
 
+def dyck_head_of(summary: xr.Dataset) -> tuple[int, int] | None:
+    """(layer, head) that a summary names as the Dyck head; None where it names none."""
+    if "dyck_head" not in summary or not np.isfinite(summary["dyck_head"]):
+        return None
+    return int(summary["dyck_head_layer"]), int(summary["dyck_head"])
+
+
 def _looped(model: PreTrainedModel) -> set[int]:
     """The executions of layers that run more than once."""
     executions = executions_of(model.config)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from smeltscope.activations import Attention, Variable
 from smeltscope.model import Execution
-from smeltscope.probes.dyck_heads import dyck_head
+from smeltscope.probes.dyck_heads import dyck_head, dyck_head_of
 from smeltscope.probes.labels import executions_of_pairs
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.prompts import by_item
@@ -233,8 +233,9 @@ class DyckMap(Probe):
         if not answers["retarget"].notnull().any():
             return text
         most = answers.isel(answers["retarget"].fillna(-np.inf).argmax(...))
-        if "dyck_head" in summary:
-            layer, head = int(summary["dyck_head_layer"]), int(summary["dyck_head"])
+        known = dyck_head_of(summary)
+        if known is not None:
+            layer, head = known
             chosen = answers.sel(looped_layer=layer, head=head).isel(visit_pair=0)
             text = f"{text} The Dyck head, chosen on other prompts: {_told(chosen)}."
         return (

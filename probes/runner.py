@@ -135,15 +135,14 @@ def run_probes(
     total = sum(tokens[b] for b in mine)
     progress = _Progress(total, total - sum(tokens[b] for b in left), shape, on_progress)
     if writer and done.any():
-        begun = _begun(Path(out), workers)
-        changed = _changed(attributes_of(open_run(begun, groups=[])), schema.attributes)
+        changed = _changed(attributes_of(open_run(writer.path, groups=[])), schema.attributes)
         if changed and workers.rank == 0:
             on_note(
-                f"{begun} was begun under other conditions ({changed}): its numbers may differ in their last bits from "
+                f"{writer.path} was begun under other conditions ({changed}): its numbers may differ in their last bits from "
                 "those of a run that was never interrupted."
             )
         for probe in probes if on_progress else ():
-            progress.add(probe, _rows_done(begun, group_name(probe.name)))
+            progress.add(probe, _rows_done(writer.path, group_name(probe.name)))
     progress.tell()
     for b in left:
         arrays, tables = measure(plan[b])
@@ -179,12 +178,6 @@ class _Progress:
         if self.on_progress is not None:
             headlines = {label: float(s / n) for label, (s, n) in self.sums.items() if n}
             self.on_progress(self.seen, self.total, headlines)
-
-
-def _begun(out: Path, workers: Workers) -> Path:
-    """The file that this process writes its rows to, see docs/run-file.md."""
-    part = f".rank{workers.rank}of{workers.ranks}" if workers.ranks > 1 else ""
-    return out.with_name(f"{out.name}{part}.partial")
 
 
 def _rows_done(begun: Path, group: str) -> dict[str, np.ndarray]:

@@ -33,6 +33,7 @@ from smeltscope.dashboards.figures.common import (
     visits_of,
     without_interval,
 )
+from smeltscope.probes.dyck_heads import dyck_head_of
 
 PARTS = {"change": GREY, "release": "#E69F00", "retarget": "#56B4E9"}
 ANSWERS = "demo_answer"
@@ -90,7 +91,7 @@ def regions_of_head(
         summary["uniform"].isel(execution=rows[0]).values,
         parts,
         title=f"Attention of head {head} of layer {layer} on Dyck prompts, by region",
-        who="the Dyck head" if (layer, head) == dyck_head(summary) else "",
+        who="the Dyck head" if (layer, head) == dyck_head_of(summary) else "",
     )
 
 
@@ -108,7 +109,7 @@ def head_of_map(
 
     Without a loop it is the head that most looks there; head 0 of the first layer where there are no demonstrations.
     """
-    known = dyck_head(summary)
+    known = dyck_head_of(summary)
     if known is not None and layer in (None, known[0]) and head in (None, known[1]):
         return known
     there = regions_there(summary)
@@ -131,13 +132,6 @@ def head_of_map(
         int(layers[row]) if layer is None else layer,
         int(column) if head is None else head,
     )
-
-
-def dyck_head(summary: xr.Dataset) -> tuple[int, int] | None:
-    """(layer, head) that the search of the same run chose, on other prompts; None where it made none."""
-    if "dyck_head" not in summary or not has_values(summary, "dyck_head"):
-        return None
-    return int(summary["dyck_head_layer"]), int(summary["dyck_head"])
 
 
 def _regions(
@@ -266,7 +260,7 @@ def split_by_head(
                 hovertemplate="%{text}<extra></extra>",
             )
         )
-    known = dyck_head(summary)
+    known = dyck_head_of(summary)
     if known is not None:
         at = {"looped_layer": known[0], "head": known[1]}
         figure.add_trace(

@@ -91,8 +91,6 @@ def _lines(
     part = measured(curve, quantity)
     part = part.sel({dim: label for dim, label in labels.items() if dim in part["value"].dims})
     open_dims = [str(dim) for dim in part["value"].dims if dim != "step"]
-    if "step" not in part["value"].dims:
-        part = part.expand_dims(step=curve["step"])
     if np.prod([part.sizes[dim] for dim in open_dims]) > MOST_LINES:
         yield (
             f"mean over {' and '.join(open_dims)}s",

@@ -24,6 +24,7 @@ from smeltscope.tasks import HeldOut
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+    from rich.console import Console
     from transformers import PreTrainedModel
 
 
@@ -123,24 +124,24 @@ def dyck(
         run = smeltscope.dyck("smelt-tiny", items=10, shots=(0, 1, 2), seeds=1, nested=8)
         smeltscope.summarize(run, "dyck-heads")["dyck_head_rise"]
     """
-    from smeltscope.commands.dyck import item_sets, make_heldout, measure_dyck, probes_of_dyck
+    from smeltscope.commands.dyck import measure_dyck, probes_of_dyck
 
     if out is not None:
         check_out(Path(out), force=force)
-    checkpoint = _checkpoint(model, tokenizer, loading)
-    asked = item_sets(
-        data=None if data is None else Path(data),
+    checkpoint, log = _checkpoint(model, tokenizer, loading), terminal.make_log(quiet=quiet)
+    heldout = _prompts(
+        checkpoint,
+        data,
+        template,
+        log,
         items=items,
         shots=tuple(shots),
         seeds=seeds,
         pairing=pairing,
         reveal=reveal,
-        nested=nested,
         seed=seed,
+        nested=nested,
     )
-    heldout = make_heldout(checkpoint, asked, str(template))
-    log = terminal.make_log(quiet=quiet)
-    terminal.data(log, heldout)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.h5" if out is None else Path(out)
         probes = probes_of_dyck(heldout, nested=nested, ablation=ablation)
@@ -185,15 +186,18 @@ def dyck_state(
         run = smeltscope.dyck_state("smelt-tiny", items=20, shots=(1,))
         smeltscope.summarize(run, "dyck-state")["accuracy"]
     """
-    from smeltscope.commands.dyck import item_sets, make_heldout, options_of_run
+    from smeltscope.commands.dyck import options_of_run
     from smeltscope.commands.dyck_state import ITEMS
     from smeltscope.probes.dyck_state import DyckState, measure_state
 
     if out is not None:
         check_out(Path(out), force=force)
-    checkpoint = _checkpoint(model, tokenizer, loading)
-    asked = item_sets(
-        data=None if data is None else Path(data),
+    checkpoint, log = _checkpoint(model, tokenizer, loading), terminal.make_log(quiet=quiet)
+    heldout = _prompts(
+        checkpoint,
+        data,
+        template,
+        log,
         items=items,
         shots=tuple(shots),
         seeds=seeds,
@@ -202,9 +206,6 @@ def dyck_state(
         seed=seed,
         generated=ITEMS,
     )
-    heldout = make_heldout(checkpoint, asked, str(template))
-    log = terminal.make_log(quiet=quiet)
-    terminal.data(log, heldout)
     with tempfile.TemporaryDirectory() as folder, terminal.progress(log) as on_progress:
         file = measure_state(
             checkpoint,
@@ -313,6 +314,22 @@ def _checkpoint(model: Any, tokenizer: Any, loading: Mapping[str, Any]) -> Check
     if isinstance(model, Checkpoint):
         return model
     return checkpoint_of(model, tokenizer=tokenizer)
+
+
+def _prompts(
+    checkpoint: Checkpoint,
+    data: str | Path | None,
+    template: str | Path,
+    log: "Console",
+    **asked: Any,  # of `item_sets`
+) -> HeldOut:
+    """Dyck prompts as a checkpoint reads them; the log says what they are."""
+    from smeltscope.commands.dyck import item_sets, make_heldout
+
+    sets = item_sets(data=None if data is None else Path(data), **asked)
+    heldout = make_heldout(checkpoint, sets, str(template))
+    terminal.data(log, heldout)
+    return heldout
 
 
 def _heldout(

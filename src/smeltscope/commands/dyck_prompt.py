@@ -116,7 +116,10 @@ def _head_of_run(out: Path, checkpoint: "Checkpoint") -> tuple[tuple[int, int] |
     from smeltscope.activations import attributes_of, open_run
     from smeltscope.probes.dyck_heads import dyck_head
 
-    run = open_run(out)
+    try:
+        run = open_run(out, groups=["dyck_heads"])
+    except SmeltscopeError:  # it lacks the search, or is no run at all, which is said then
+        run = open_run(out, groups=[])
     attributes = attributes_of(run)
     same = attributes["identity"]["checkpoint_digest"] == checkpoint.digest
     other = "" if same else f", a run of another checkpoint: {attributes['checkpoint']}"

@@ -58,10 +58,13 @@ def print_map(console: "Console", summary: "xr.Dataset") -> None:
     """Attention by region at each visit of the Dyck head; where none was chosen, of the head that most turned to answers."""
     import numpy as np
 
+    from smeltscope.probes.dyck_heads import dyck_head_of
+
     if "change" not in summary:
         return
-    if "dyck_head" in summary:
-        physical, chosen = int(summary["dyck_head_layer"]), int(summary["dyck_head"])
+    known = dyck_head_of(summary)
+    if known is not None:
+        physical, chosen = known
         layer = summary["looped_layer"].values.tolist().index(physical)
         which = "the Dyck head, chosen on other prompts"
     else:
