@@ -24,6 +24,13 @@ from typing import Any, TypeVar
 import h5py
 import numpy as np
 import xarray as xr
+from xarray.backends import BackendArray
+from xarray.core.indexing import (
+    ExplicitIndexer,
+    IndexingSupport,
+    LazilyIndexedArray,
+    explicit_indexing_adapter,
+)
 
 from smeltscope.activations.hdf5 import errors_named, opened, replacing
 from smeltscope.errors import SmeltscopeError
@@ -244,11 +251,14 @@ def check_out(out: Path, *, force: bool = False, option: str = "--out") -> None:
         ) from error
 
 
-def open_run(path: str | Path, groups: Collection[str] | None = None) -> xr.DataTree:
+def open_run(
+    path: str | Path, groups: Collection[str] | None = None, *, lazy: bool = False
+) -> xr.DataTree:
     """A run file, finished or still being written, as an xarray DataTree in memory.
 
-    `groups` names the probes' groups to load; without it, all are. Raises `SmeltscopeError` for a file that is
-    missing, damaged or not a run file of this schema, and for a group that it lacks.
+    `groups` names the probes' groups to load; without it, all are. With `lazy`, an array of a finished run is read from
+    the file each time it is used, and not kept: for runs that do not fit into memory. Raises `SmeltscopeError` for a
+    file that is missing, damaged or not a run file of this schema, and for a group that it lacks.
     """
     path = Path(path)
     if not path.is_file():
@@ -256,7 +266,7 @@ def open_run(path: str | Path, groups: Collection[str] | None = None) -> xr.Data
     try:
         with opened(path, "r") as file:
             version = file.attrs.get("smeltscope_schema")
-            datasets = _read(file, path, groups) if version == SCHEMA_VERSION else {}
+            datasets = _read(file, path, groups, lazy) if version == SCHEMA_VERSION else {}
     except OSError as error:
         raise SmeltscopeError(
             f"{path} is no HDF5 file, or a damaged one ({error}); make the run again."
@@ -275,7 +285,9 @@ def attributes_of(run: xr.DataTree) -> dict[str, Any]:
     return {str(key): _decoded(value) for key, value in run.attrs.items()}
 
 
-def _read(file: h5py.File, path: Path, groups: Collection[str] | None) -> dict[str, xr.Dataset]:
+def _read(
+    file: h5py.File, path: Path, groups: Collection[str] | None, lazy: bool
+) -> dict[str, xr.Dataset]:
     """{"/": root, "/group": arrays}, each with the labels of its dimensions.
 
     xarray's own reader looks every dimension up anew for every array: a second and more for each run.
@@ -299,26 +311,52 @@ def _read(file: h5py.File, path: Path, groups: Collection[str] | None) -> dict[s
     for group in has:
         if groups is not None and group not in {"segments", *groups}:
             continue
-        arrays = {name: _variable(node, slot) for name, node in list(file[group].items())}
+        on_disk = path if lazy and slot is None and group != "segments" else None
+        arrays = {name: _variable(node, slot, on_disk) for name, node in list(file[group].items())}
         dims = {dim for array in arrays.values() for dim in array.dims}
         labels = {n: c for n, c in coords.items() if n not in c.dims and set(c.dims) <= dims}
         datasets[f"/{group}"] = xr.Dataset(arrays, labels, attrs=dict(file[group].attrs))
     return datasets
 
 
-def _variable(dataset: h5py.Dataset, slot: int | None) -> xr.Variable:
-    """An array in memory, with the names of its dimensions; of two slots the one that is valid."""
+def _variable(dataset: h5py.Dataset, slot: int | None, on_disk: Path | None = None) -> xr.Variable:
+    """An array with the names of its dimensions; of two slots the one that is valid.
+
+    In memory, or left where it is: in the file `on_disk`.
+    """
     if dataset.is_scale:
         dims = [dataset.name.removeprefix("/")]
     else:
         dims = [dim.keys()[0] for dim in dataset.dims]
-    values = dataset.asstr()[...] if h5py.check_string_dtype(dataset.dtype) else dataset[...]
+    values: Any
+    if h5py.check_string_dtype(dataset.dtype):
+        values = dataset.asstr()[...]
+    elif on_disk is None:
+        values = dataset[...]
+    else:
+        values = LazilyIndexedArray(_OnDisk(on_disk, dataset))
     if "slot" in dims:
         axis = dims.index("slot")
         values = values.take(slot, axis)
         del dims[axis]
     attributes = {k: dataset.attrs[k] for k in ("description", "units") if k in dataset.attrs}
     return xr.Variable(dims, values, attributes)
+
+
+class _OnDisk(BackendArray):
+    """An array that xarray reads from its file when it is used."""
+
+    def __init__(self, path: Path, dataset: h5py.Dataset) -> None:
+        self.path, self.name = path, dataset.name
+        self.shape, self.dtype = dataset.shape, dataset.dtype
+
+    def __getitem__(self, key: ExplicitIndexer) -> np.ndarray:
+        support = IndexingSupport.OUTER_1VECTOR  # what h5py can do itself
+        return explicit_indexing_adapter(key, self.shape, support, self._part)
+
+    def _part(self, key: tuple[Any, ...]) -> np.ndarray:
+        with opened(self.path, "r") as file:
+            return np.asarray(file[self.name][key])
 
 
 @dataclass(frozen=True, kw_only=True)

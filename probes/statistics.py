@@ -1,7 +1,7 @@
 """Averages over segments and their uncertainty: sums over counts, resampled by document."""
 
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,14 @@ class Documents:
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """(segment, ...) summed over the segments of each document, NaN counting nothing: (document, ...)."""
-        flat = np.nan_to_num(np.asarray(values, dtype=np.float64))
-        flat = flat.reshape(len(values), int(np.prod(values.shape[1:])))
-        sums = np.zeros((len(self), flat.shape[1]))
-        np.add.at(sums, self.of_segment, flat)
-        return sums.reshape(len(self), *values.shape[1:])
+        sums = np.zeros((len(self), *values.shape[1:]))
+        for rows in _blocks(values):
+            self.add(sums, rows, np.asarray(values[rows], dtype=np.float64))
+        return sums
+
+    def add(self, sums: np.ndarray, rows: slice, values: np.ndarray) -> None:
+        """Add the values of some segments to the sums of their documents."""
+        np.add.at(sums, self.of_segment[rows], np.nan_to_num(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +177,10 @@ def bootstrap_weights(documents: Documents, *, draws: int = DRAWS, seed: int = 0
     """
     rng = np.random.default_rng(seed)
     if len(documents) < 2:
-        return np.zeros((0, len(documents)))
+        return np.zeros((0, len(documents)), dtype=np.uint16)
     alone = np.bincount(documents.category)[documents.category] == 1  # (document,)
     strata = np.where(alone, documents.category.max() + 1, documents.category)
-    weights = np.zeros((draws, len(documents)))
+    weights = np.zeros((draws, len(documents)), dtype=np.uint16)  # few are drawn often
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)
         size = len(members)
@@ -194,12 +197,35 @@ def ratio(
     numerator is NaN (a head that a layer lacks, a segment too short) nothing is counted; 0 / 0 is NaN.
     """
     missing = (1,) * (numerator.ndim - denominator.ndim)
-    counted = np.where(np.isfinite(numerator), denominator.reshape(denominator.shape + missing), 0)
-    up, down = documents.sums(numerator), documents.sums(counted)
+    below = denominator.reshape(denominator.shape + missing)
+    up, down = (np.zeros((len(documents), *numerator.shape[1:])) for _ in range(2))
+    for rows in _blocks(numerator):
+        part = np.asarray(numerator[rows], dtype=np.float64)
+        counted = np.where(np.isfinite(part), below[rows], 0.0)
+        documents.add(up, rows, part)
+        documents.add(down, rows, counted)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = up.sum(0) / down.sum(0)
-        drawn = np.tensordot(weights, up, 1) / np.tensordot(weights, down, 1)
+        drawn = _weighted(weights, up) / _weighted(weights, down)
     return Estimate(value=value, draws=drawn)
+
+
+def _weighted(weights: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Sums of documents (document, ...) as each draw weighs them: (draw, ...)."""
+    drawn = np.empty((len(weights), *sums.shape[1:]))
+    for first in range(0, len(weights), 100):
+        some = weights[first : first + 100].astype(
+            np.float64
+        )  # whole, they can be larger than a run
+        drawn[first : first + 100] = np.tensordot(some, sums, 1)
+    return drawn
+
+
+def _blocks(values: np.ndarray) -> Iterator[slice]:
+    """Its rows, some megabytes in float64 at a time."""
+    step = max(1, 2**19 // max(1, int(np.prod(values.shape[1:]))))
+    for start in range(0, len(values), step):
+        yield slice(start, start + step)
 
 
 def _mean(values: np.ndarray, axis: int) -> np.ndarray:

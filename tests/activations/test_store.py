@@ -128,6 +128,27 @@ def test_some_groups_alone(tmp_path):
             writer.finish()
 
 
+def test_left_in_the_file(tmp_path):
+    out, truth = tmp_path / "run.h5", numbers()
+    writer = RunWriter(out, a_schema())
+    write(writer, 0, ROWS, truth)
+    unfinished = open_run(writer.path, lazy=True)  # it is about to go: in memory
+    writer.finish()
+    assert unfinished.equals(open_run(out))
+    run = open_run(out, lazy=True)
+    array = run["a_probe"][NAMES[0]]
+    keep = np.array([5, 3, 40])
+    assert np.array_equal(array.values, truth[NAMES[0]])
+    assert np.array_equal(run.isel(segment=keep)["a_probe"][NAMES[0]], truth[NAMES[0]][keep])
+    assert np.array_equal(
+        array.isel(head=[2, 0], execution=1)[::7], truth[NAMES[0]][::7, 1, [2, 0]]
+    )
+    assert run.identical(open_run(out))
+    with h5py.File(out, "r+") as file:  # nothing of it was kept
+        file["a_probe"][NAMES[0]][...] = 7
+    assert (array.values == 7).all()
+
+
 def test_unfinished_runs_do_not_get_their_name(tmp_path):
     out = tmp_path / "run.h5"
     writer = RunWriter(out, a_schema())

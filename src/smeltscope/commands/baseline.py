@@ -61,7 +61,7 @@ class Baseline:
         from smeltscope.probes.compare import check_comparable
         from smeltscope.registry import recorded_probe
 
-        other = open_run(self.file)
+        other = open_run(self.file, lazy=True)
         check_comparable(run, other)
         probe = recorded_probe(other, "attention-sink")
         return depth_profile(summary, summarize(other, probe, seed=seed))

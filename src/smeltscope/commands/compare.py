@@ -34,7 +34,7 @@ def compare(a: Path, b: Path, by: Any) -> None:
     from smeltscope.activations import attributes_of, open_run
     from smeltscope.probes.compare import check_comparable, other_differences
 
-    runs = open_run(a), open_run(b)
+    runs = open_run(a, lazy=True), open_run(b, lazy=True)
     check_comparable(*runs)
     of_a, of_b = (probes_of(run) for run in runs)
     shared = [name for name in of_a if name in of_b and name in ALL_PROBES]

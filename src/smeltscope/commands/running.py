@@ -61,8 +61,8 @@ def run(
 
 
 def open_result(out: Path, probe: "Probe") -> "xr.DataTree":
-    """What one probe left in the run that was made: only that is loaded."""
+    """What one probe left in the run that was made, read as it is used."""
     from smeltscope.activations import open_run
     from smeltscope.probes import group_name
 
-    return open_run(out, groups=[group_name(probe.name)])
+    return open_run(out, groups=[group_name(probe.name)], lazy=True)

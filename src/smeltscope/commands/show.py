@@ -29,7 +29,7 @@ def show(run_file: Path, name: str | None, as_csv: bool) -> None:
     unfinished = run_file.with_name(run_file.name + ".partial")
     if unfinished.exists() and not run_file.exists():
         run_file = unfinished
-    run = _only_done(open_run(run_file), run_file)
+    run = _only_done(open_run(run_file, lazy=True), run_file)
     names = probes_of(run)
     if name is not None and name not in names:
         make_probe(name)  # a name that nobody knows is refused as such

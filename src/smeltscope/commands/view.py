@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import sys
 import webbrowser
 from pathlib import Path
 
@@ -65,3 +66,8 @@ def view(run_files: tuple[Path, ...], port: int, host: str, open_it: bool) -> No
         pass
     finally:
         server.server_close()
+    log.file.flush()
+    sys.stdout.flush()
+    # Threads may be in the middle of a page, in HDF5 or PyTorch, where an orderly end waits for a lock that none of
+    # them gives back, or crashes. They only read: nothing is lost by leaving at once.
+    os._exit(0)
