@@ -77,6 +77,7 @@ class DyckHeads(Probe):
     donors: HeldOut | None = field(default=None, repr=False, compare=False)  # the run's prompts
 
     name = "dyck-heads"
+    resampled = "items"
     sites = ()
     reads_output = True
 

@@ -48,6 +48,7 @@ class DyckMap(Probe):
     """
 
     name = "dyck-map"
+    resampled = "items"
     sites = ("attention", "rows")
 
     def dimensions(self, shape: ModelShape) -> Mapping[str, np.ndarray]:

@@ -73,6 +73,7 @@ class DyckScores(Probe):
     """
 
     name = "dyck-scores"
+    resampled = "items"
     sites = ()
     reads_output = True
 

@@ -73,6 +73,7 @@ class DyckState(Probe):
     most_tokens: int = 8192
 
     name = "dyck-state"
+    resampled = "items"
     sites = ("resid_post",)
 
     def check(self, model: PreTrainedModel) -> None:

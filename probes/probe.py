@@ -145,6 +145,7 @@ class Probe(ABC):
     name: ClassVar[str]  # the command's name
     sites: ClassVar[tuple[str, ...]]  # where it reads
     reads_output: ClassVar[bool] = False  # whether `observe_output` is to be called
+    resampled: ClassVar[str] = "documents"  # what its intervals draw again
 
     def check(self, model: PreTrainedModel) -> None:
         """Raises `SmeltscopeError` for a model of which it cannot be measured, before anything is run."""

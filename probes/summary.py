@@ -37,6 +37,7 @@ def summary_of(
     segments = run["segments"].dataset
     return dataset_of(quantities, run).assign_attrs(
         probe=probe.name,
+        resampled=probe.resampled,
         segments=len(segments["document"]),
         documents=len(np.unique(segments["document"])),
         tokens=int(segments["tokens"].sum()),

@@ -114,7 +114,7 @@ def accuracy_by_execution(summary: xr.Dataset, *, baseline: xr.Dataset | None = 
     return styled(
         figure,
         "What linear probes read of the brackets' state, by execution",
-        "on items that they were not fitted on; whiskers: 95 % intervals over documents",
+        "on items that they were not fitted on; whiskers: 95 % intervals over items",
         height=640,
         top=20,
         bottom=150,
@@ -179,7 +179,7 @@ def change_by_layer(summary: xr.Dataset, *, pair: str | None = None) -> go.Figur
     return styled(
         figure,
         f"What can be read at {pair_words(pair)}: gained and lost",
-        "share of tokens read rightly at one visit only; whiskers: 95 % intervals over documents",
+        "share of tokens read rightly at one visit only; whiskers: 95 % intervals over items",
         height=620,
         top=20,
         bottom=130,

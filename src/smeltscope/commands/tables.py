@@ -67,9 +67,12 @@ TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "loss": (("loss",), ("swept_loss", "swept_change", "swept_kl"), ("loss_by_position",)),
     "dyck-scores": (
-        ("exact", "all_right", "symbol_accuracy", "token_loss", "kept_shots"),
+        ("exact", "all_right", "symbol_accuracy", "answer_loss", "kept_shots"),
+        ("token_loss", "token_loss_guess", "symbol_accuracy_guess", "answer_loss_guess"),
         ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "most_common", "guess"),
         ("exact_by_readable", "all_right_by_readable"),
+        ("bayes_query_by_readable", "bayes_inputs_by_readable", "bayes_answers_by_readable"),
+        ("guess_by_readable", "most_common_by_readable", "items_by_readable"),
         ("exact_sd", "all_right_sd"),
     ),
     "dyck-state": (
@@ -129,8 +132,9 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
         own_table(console, result.summary)
     if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
         what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
+        over = result.summary.attrs["resampled"]
         console.print(
-            f"{what}[95 % intervals] over documents; all: probe show RUN --csv.", style="dim"
+            f"{what}[95 % intervals] over {over}; all: probe show RUN --csv.", style="dim"
         )
     console.print(result.sentence)
     if not brief:
