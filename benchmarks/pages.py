@@ -73,6 +73,7 @@ def main() -> None:
             show_all(page_rows(page, address))
             show_all(viewer_rows(page, address))
         show_all(report_rows(Path(folder), text, dyck))
+        show_all(large_viewer_rows(Path(folder)))
 
 
 def show_all(rows: Iterable[tuple[str, str]]) -> None:
@@ -212,6 +213,50 @@ def viewer_rows(page: Any, address: str) -> Iterator[tuple[str, str]]:
             page.evaluate(LIVE, {"run": 1, "shots": shots, "types": 4, "seed": i}) for i in range(5)
         ]
         yield f"live prompt of {shots} shots, round trip", f"{median(found):.0f} ms"
+
+
+def large_viewer_rows(folder: Path) -> Iterator[tuple[str, str]]:
+    """The viewer with a prompt of some 2,000 tokens and 18 executions of 16 heads, of a model that learned nothing."""
+    context, tokenizer = 2304, load_checkpoint("smelt-tiny").tokenizer
+    model = smeltscope.tiny(
+        "smelt",
+        num_physical_layers=12,
+        loop_start=3,
+        loop_stop=9,
+        hidden_size=128,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=context,
+    )
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "large")
+    run = folder / "large-dyck.h5"
+    asked = {"items": 2, "shots": (0,), "seeds": 1, "nested": 0}
+    smeltscope.dyck(folder / "large", **asked, out=run, quiet=True)
+    with serving(run) as address, browser() as page:
+        drawn = page.request.post(f"{address}viewer/draw", data={**DRAWN, "run": 0}).json()["text"]
+        head, *demonstrations, query = drawn.split("\n\n")
+        text = drawn
+        while len(tokenizer(text)["input_ids"]) < 2000:
+            head = f"{head}\n\n{demonstrations[0]}"
+            text = "\n\n".join([head, *demonstrations, query])
+        page.goto(f"{address}viewer?run=0")
+        page.wait_for_selector(".sv[data-shown]")
+        page.keyboard.press("e")
+        page.get_by_label("Prompt to run").fill(text)
+        began = time.perf_counter()
+        page.get_by_label("Prompt to run").press("Control+Enter")
+        page.wait_for_function("document.querySelectorAll('[data-token]').length > 1000")
+        seconds, tokens = time.perf_counter() - began, page.locator("[data-token]").count()
+        what = f"viewer runs and shows a prompt of {tokens:,} tokens, 18 executions of 16 heads"
+        yield what, f"{seconds:.1f} s"
+        page.wait_for_timeout(3000)
+        times = [cell.evaluate(SWITCH) for cell in page.locator(".sv-cell").all()[1:9]]
+        yield (
+            "of that prompt another head, median and longest",
+            f"{median(times):.0f} ms, {max(times):.0f} ms",
+        )
 
 
 def report_rows(folder: Path, *runs: Path) -> Iterator[tuple[str, str]]:
