@@ -31,10 +31,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed-test browser
 	$(BIN)/python benchmarks/probes.py
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/pages.py
+	$(BIN)/python benchmarks/dyck.py
 
 # Page tests drive a real Chromium: Debian's where apt can install it, else one that is there.
 browser:

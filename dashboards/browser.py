@@ -1,5 +1,6 @@
 """A page on paper or as a picture, through a Chromium that is there."""
 
+import math
 import os
 import re
 import shutil
@@ -49,22 +50,32 @@ def write_pdf(page: Path, out: Path) -> Path:
 
 
 def write_png(page: Path, out: Path) -> Path:
-    """A report as one picture; a very long one is drawn smaller."""
-    said = _run(page, "--window-size=780,1000", "--dump-dom")
+    """A report as one picture; a long one in several columns."""
+    columns = math.ceil(_height(page, 1) / MOST_PIXELS)
+    height = _height(page, columns)
+    scale = min(1, MOST_PIXELS / height)  # columns are not all of one length
+    size = (f"--window-size={_width(columns)},{height}", f"--force-device-scale-factor={scale:.4f}")
+    return _made(page, out, *size, "--screenshot={}", columns=columns)
+
+
+def _height(page: Path, columns: int) -> int:
+    """Pixels that a report needs in so many columns."""
+    said = _run(page, f"--window-size={_width(columns)},1000", "--dump-dom", columns=columns)
     found = re.search(r'data-height="(\d+)"', said)
     if found is None:
         raise SmeltscopeError(f"The browser did not draw {page}; open it to see why.")
-    height = int(found[1]) + 40
-    scale = min(1, MOST_PIXELS / height)
-    size = (f"--window-size=780,{height}", f"--force-device-scale-factor={scale:.4f}")
-    return _made(page, out, *size, "--screenshot={}")
+    return int(found[1]) + 40
 
 
-def _made(page: Path, out: Path, *flags: str) -> Path:
+def _width(columns: int) -> int:
+    return 740 * columns + 40
+
+
+def _made(page: Path, out: Path, *flags: str, columns: int = 1) -> Path:
     """What the browser writes, in its place when it is whole."""
     with tempfile.TemporaryDirectory(dir=out.resolve().parent) as folder:
         new = Path(folder) / out.name
-        said = _run(page, *(flag.format(new) for flag in flags))
+        said = _run(page, *(flag.format(new) for flag in flags), columns=columns)
         if not new.is_file():
             raise SmeltscopeError(
                 f"The browser wrote no {out}: {said.strip()[-300:] or 'no reason'}."
@@ -73,13 +84,13 @@ def _made(page: Path, out: Path, *flags: str) -> Path:
     return out
 
 
-def _run(page: Path, *flags: str) -> str:
+def _run(page: Path, *flags: str, columns: int = 1) -> str:
     root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
     with tempfile.TemporaryDirectory() as profile:
         command = [check_browser(), *FLAGS, *PRINTING, *root, f"--user-data-dir={profile}", *flags]
         try:
             done = subprocess.run(
-                [*command, f"{page.resolve().as_uri()}#print"],
+                [*command, f"{page.resolve().as_uri()}#print-{columns}"],
                 capture_output=True,
                 text=True,
                 timeout=PATIENCE,

@@ -1,8 +1,8 @@
 /* The page of a report: inflates plotly.js and the figures, draws each when it comes into sight, light or dark.
-   With #print in the address all are drawn at once, in light, for paper. */
+   With #print in the address all are drawn at once, in light, for paper; with #print-3 in three columns, for a picture. */
 (async () => {
   "use strict";
-  const root = document.documentElement, print = location.hash === "#print";
+  const root = document.documentElement, print = location.hash.startsWith("#print");
   const button = document.getElementById("scheme");
   const show = scheme => {
     root.dataset.mantineColorScheme = scheme; // by its name the viewer knows it
@@ -11,6 +11,7 @@
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   show(prefersDark.matches && !print ? "dark" : "light");
   root.classList.toggle("print", print);
+  root.style.setProperty("--columns", location.hash.split("-")[1] ?? 1);
 
   const inflated = async id => {
     const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), c => c.charCodeAt(0));
