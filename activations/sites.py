@@ -53,6 +53,7 @@ class Routing:
     logits: Tensor  # (B, T, expert), float32
     experts: Tensor  # (B, T, k), int64, the chosen experts in no order
     weights: Tensor  # (B, T, k), float32, what their outputs are multiplied by
+    rounding: float = torch.finfo(torch.float32).eps  # of the number type that the logits came in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +178,7 @@ def _routing(value: Any, rows_and_tokens: Sequence[int]) -> Routing:
         logits=logits.detach().float().reshape(shape),
         experts=experts.detach().reshape(shape),
         weights=weights.detach().float().reshape(shape),
+        rounding=torch.finfo(logits.dtype).eps,
     )
 
 

@@ -39,12 +39,12 @@ def open_run(recipe: Recipe) -> Path:
                 f"{output} holds a run of another recipe, which differs in {', '.join(changed)}: "
                 "give --out another folder, or remove it."
             )
-    if not kept.exists() and output.exists() and any(output.iterdir()):
+    partial = output / "recipe.toml.partial"
+    foreign = {partial.name, "lost+found"}  # that every new disk has
+    if not kept.exists() and output.exists() and {f.name for f in output.iterdir()} - foreign:
         raise SmeltscopeError(f"{output} is not empty and holds no run: give --out a new folder.")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        beside = output.resolve()  # so that `.` has a name
-        partial = beside.with_name(f"{beside.name}.recipe.partial")
         partial.write_text(recipe.text, encoding="utf-8")
         partial.rename(kept)
     except OSError as error:

@@ -48,6 +48,11 @@ BYTES_OF_PARAMETER = 12  # in a checkpoint: float32, as the two moments of AdamW
 BYTES_BESIDE = 2_000_000  # states of schedule, generators and Trainer
 
 
+def bytes_of_checkpoint(model: torch.nn.Module) -> int:
+    """What a checkpoint of a training takes on the disk, or a little less."""
+    return BYTES_OF_PARAMETER * sum(p.numel() for p in model.parameters()) + BYTES_BESIDE
+
+
 class RowDataset(Dataset):
     """Rows as the Trainer wants them; `token_batch` says what becomes of them."""
 
@@ -243,7 +248,7 @@ class SmeltTrainer(Trainer):
                 f"Weights are no longer numbers after step {self.state.global_step}: "
                 f"{last_good(self.output, self.start)}; try a lower learning_rate."
             )
-        needed = BYTES_OF_PARAMETER * sum(p.numel() for p in parameters) + BYTES_BESIDE
+        needed = bytes_of_checkpoint(self.model)  # type: ignore[arg-type]
         what = f"The checkpoint of step {self.state.global_step}"
         check_space(self.output, needed, what, self.start)
         with full_disk_told(self.output):  # for another program may have filled it meanwhile

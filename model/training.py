@@ -42,6 +42,7 @@ from smeltscope.model.trainer import (
     RowDataset,
     SmeltTrainer,
     Watch,
+    bytes_of_checkpoint,
     silence,
 )
 
@@ -148,6 +149,8 @@ def train_model(
         main, train = trainer.is_world_process_zero(), step < steps  # else `final` alone is missing
         if checkpoint and train:
             _check_processes(checkpoint, arguments.world_size)
+        if train:  # before hours are spent on what cannot be kept
+            check_space(folder, bytes_of_checkpoint(model), "A checkpoint", begin)
         if main:
             remove_cut_short(folder)
             forget_metrics_after(folder, step)

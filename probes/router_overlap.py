@@ -27,14 +27,15 @@ from smeltscope.probes.statistics import (
 )
 from smeltscope.probes.visit_pairs import averages, each_of, first_of
 
-NEAR_TIE = 1e-5  # logits closer than this change places with the shape of the batch
+# Logits closer than this, or than this many steps of their number type, change places with the shape of the batch.
+NEAR_TIE, NEAR_TIE_STEPS = 1e-5, 2
 
 _OF_EXECUTIONS = {
     "tokens": "counted tokens",
     "entropy_sum": "entropy of the router's softmax in nats, summed over tokens",
     "lexical_sum": "experts shared with the token's last occurrence at the same visit, summed over "
     "repeated tokens",
-    "near_ties": "tokens whose k-th and next logits lie within 1e-5",
+    "near_ties": "tokens whose k-th and next logits lie within 1e-5, or two steps of their number type",
     "not_top_logits": "tokens whose experts are not those of the top k logits",
 }
 _OF_PAIRS = {
@@ -73,7 +74,7 @@ class RouterOverlap(Probe):
     - `tokens`: counted tokens.
     - `entropy_sum`: sum over t of -sum_e p log p, p the softmax of the router's logits; nats.
     - `lexical_sum`: sum over tokens that have a previous one, u, of |S_v(u) and S_v(t)|, at the same visit.
-    - `near_ties`: tokens whose weakest chosen logit is within 1e-5 of the strongest other one.
+    - `near_ties`: tokens whose weakest chosen logit is within 1e-5, or two steps of the logits' number type, of the strongest other one.
     - `not_top_logits`: tokens whose set is not the top k of the logits by more than that (selection biases, groups); where
       there are any, near ties of the true selection are not known.
 
@@ -279,13 +280,15 @@ def measure_routing(routing: Routing, counted: Tensor, previous: Tensor) -> dict
     p, top = logits.softmax(-1), logits.amax(-1, keepdim=True)
     entropy = torch.linalg.vecdot(p, top - logits) - p.amax(-1).log()  # (B, T)
     # 0 or more where the set is the top k of the logits; infinite where every expert is chosen.
-    gap = logits.gather(-1, experts).amin(-1) - logits.scatter(-1, experts, -torch.inf).amax(-1)
+    weakest = logits.gather(-1, experts).amin(-1)  # (B, T)
+    gap = weakest - logits.scatter(-1, experts, -torch.inf).amax(-1)
+    near = (NEAR_TIE_STEPS * routing.rounding * weakest.abs()).clamp(min=NEAR_TIE)
     return {
         "tokens": counted.sum(1).float(),
         "entropy_sum": _sum(entropy, counted),
         "lexical_sum": _sum(overlap(_at(experts, previous), experts), previous >= 0),
-        "near_ties": (counted & (gap.abs() <= NEAR_TIE)).sum(1).float(),
-        "not_top_logits": (counted & (gap < -NEAR_TIE)).sum(1).float(),
+        "near_ties": (counted & (gap.abs() <= near)).sum(1).float(),
+        "not_top_logits": (counted & (gap < -near)).sum(1).float(),
     }
 
 

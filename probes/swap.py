@@ -46,7 +46,8 @@ class Swap(Probe):
     |P_a V_a|^2. A term's share of the change is the ratio of sums <term, D> / |D|^2: shares add up to 1, may be negative, and
     queries weigh by how much their reading changes. Where nothing changes there is no share.
 
-    `queries` counts queries; each weighs alike in masses. There is no chance level: P is the model's own. Ours; arXiv
+    `queries` counts queries that see the first key (a sliding window hides it from late ones); masses are sums over them, each
+    weighing alike, and what is read is summed over all. There is no chance level: P is the model's own. Ours; arXiv
     2609.01343 compares the visits by cosines.
     """
 
@@ -61,7 +62,9 @@ class Swap(Probe):
             return {}
         by_head = (*_BY_PAIR, "head")
         return {
-            "queries": Variable(dims=_BY_PAIR, description="sampled queries"),
+            "queries": Variable(
+                dims=_BY_PAIR, description="sampled queries that see the first key"
+            ),
             "mass_sum": Variable(
                 dims=(*by_head, "region", "swapped"),
                 description="attention mass on the region, summed over queries",
@@ -216,7 +219,7 @@ def measure_swap(then: Visit, now: Visit, regions: Regions) -> dict[str, Tensor]
     products = torch.stack([_products(a, b, values) for a, b in blocks]).sum(0)
     squares = products.diagonal(dim1=2, dim2=3)  # of the earlier reading, the terms and their sum
     return {
-        "queries": torch.stack([b.queries.valid.sum(1) for _, b in blocks]).sum(0),
+        "queries": torch.stack([(b.queries.valid & b.sees_first).sum(1) for _, b in blocks]).sum(0),
         "mass_sum": torch.stack(masses).sum(0),
         "term_dot_sum": products[:, :, 1:-1, -1],
         "term_square_sum": squares[:, :, 1:-1],
@@ -231,12 +234,15 @@ def _masses(then: Rows, now: Rows, keys_change: Tensor, regions: Regions) -> Ten
     # Exchanging the keys changes the products; the bias stays with its query.
     query = torch.cat([now.query, then.query], dim=2)
     of_now, of_then = products(query, keys_change, keys).chunk(2, dim=2)  # (B, H, N, K)
-    masses = (
+    masses: tuple[Tensor, ...] = (
         then.mass,
         softmax_with_sink(now.scores - of_now, now.sink_logit),
         softmax_with_sink(then.scores + of_then, then.sink_logit),
         now.mass,
     )
+    if not now.sees_first.all():  # a window hides the first key from late queries
+        blind = ~now.sees_first[:, None, :, None]
+        masses = tuple(mass.masked_fill(blind, 0.0) for mass in masses)
     return torch.stack([regions.sums(mass, now.queries) for mass in masses], dim=3)
 
 

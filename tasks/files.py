@@ -2,15 +2,17 @@
 
 import codecs
 import json
-import locale
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import fsspec
 import numpy as np
+from zstandard import ZstdDecompressor
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.tasks.arrays import open_tokens, split_documents
@@ -18,7 +20,6 @@ from smeltscope.tasks.zst import is_whole_zst
 
 ENDINGS = (".txt", ".jsonl", ".parquet", ".npy", ".bin")
 COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")  # of .txt and .jsonl
-BYTE_ORDER_MARK = "\ufeff"
 COLUMNS = ("text", "category", "source", "id")
 
 
@@ -117,7 +118,7 @@ def documents(
         rows: Iterator[tuple[int, dict]] = enumerate(({"text": s} for s in stretches), 1)
     else:
         rows = _rows(file, COLUMNS, broken)
-    row = 0
+    row, noted = 0, len(broken or ())
     for row, fields in rows:
         content = fields.get("text")
         if not isinstance(content, str | np.ndarray):
@@ -136,6 +137,10 @@ def documents(
             file=file.name,
             row=row,
             content=content,
+        )
+    if broken is not None and not row and len(broken) > noted:
+        raise SmeltscopeError(
+            f"{file.path} has no whole line: all {len(broken) - noted} are broken, the first: {broken[noted]}"
         )
     if not row:
         raise SmeltscopeError(f"{file.path} is empty: it holds no documents.")
@@ -209,7 +214,7 @@ def _rows(
     """(row from 1, fields) of a text file, a .jsonl file or a table."""
     with _reading(file) as link:
         if file.kind == "jsonl":
-            for number, line in _read_text(file, link, "line"):
+            for number, line in _read_lines(file, link):
                 if line.strip():
                     try:
                         fields = _parse(file, number, line)
@@ -218,8 +223,7 @@ def _rows(
                     else:
                         yield number, fields
         elif file.kind == "txt":
-            for number, text in _read_text(file, link, "document"):
-                yield number, {"text": text}
+            yield 1, {"text": _read_text(file, link)}
         else:
             yield from enumerate(_open_table(file, link, columns), 1)
 
@@ -249,32 +253,36 @@ def _reading(file: DataFile) -> Iterator[Path]:
         ) from error
 
 
-# Below, from_text and from_parquet and not load_dataset, which tells a server about each load.
-
-
-def _read_text(file: DataFile, link: Path, sample_by: str) -> Iterator[tuple[int, str]]:
-    """The lines, or the whole, numbered from 1."""
-    from datasets import IterableDataset
-
+def _read_lines(file: DataFile, link: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a text file, decompressed, numbered from 1."""
     if not file.path.stat().st_size:
         raise SmeltscopeError(f"{file.path} is empty.")
     if link.suffix == ".zst" and not is_whole_zst(file.path):
         raise SmeltscopeError(
             f"{file.path} is damaged, it is not a whole .zst file: fetch it anew."
         )
-    locale_encoding = locale.getpreferredencoding(False)
-    if link.suffix in COMPRESSIONS and codecs.lookup(locale_encoding).name != "utf-8":
-        # datasets hands the encoding to plain files only
-        raise SmeltscopeError(
-            f"{file.path} would be read as {locale_encoding}: set PYTHONUTF8=1, or decompress it."
-        )
-    text = IterableDataset.from_text(
-        str(link), sample_by=sample_by, encoding="utf-8", cache_dir=str(link.parent)
-    )
-    for number, row in enumerate(text, 1):
-        yield number, row["text"].removeprefix(BYTE_ORDER_MARK) if number == 1 else row["text"]
+    with _decompressed(link) as lines:
+        for number, line in enumerate(lines, 1):
+            yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
+@contextmanager
+def _decompressed(link: Path) -> Iterator[BinaryIO]:
+    if link.suffix == ".zst":  # of which fsspec reads the first frame alone
+        with link.open("rb") as raw:
+            whole = ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            yield BufferedReader(whole)
+        return
+    with fsspec.open(str(link), "rb", compression="infer") as lines:
+        yield lines
+
+
+def _read_text(file: DataFile, link: Path) -> str:
+    text = b"".join(line for _, line in _read_lines(file, link)).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+# from_parquet and not load_dataset, which tells a server about each load.
 def _open_table(file: DataFile, link: Path, columns: Sequence[str]) -> Any:
     """A streaming `datasets` view of those of `columns` that a .parquet file or dataset has."""
     from datasets import IterableDataset, load_from_disk
@@ -294,13 +302,18 @@ def _open_table(file: DataFile, link: Path, columns: Sequence[str]) -> Any:
     return IterableDataset.from_parquet(str(link), columns=kept, **where)
 
 
-def _parse(file: DataFile, number: int, line: str) -> dict[str, Any]:
+def _parse(file: DataFile, number: int, line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.decode())
         str(fields.get("text")).encode()  # half a surrogate pair is no text
     except (ValueError, AttributeError, RecursionError) as error:
-        fault = f"{error}" if isinstance(error, ValueError) else "no object with a `text`"
+        if isinstance(error, UnicodeDecodeError):
+            what = f"is not UTF-8 text ({error.reason} at its byte {error.start + 1})"
+        elif isinstance(error, ValueError):
+            what = f"is broken JSON ({error})"
+        else:
+            what = "is broken JSON (no object with a `text`)"
         raise SmeltscopeError(
-            f"{file.path}, line {number} is broken JSON ({fault}): mend or remove the line."
+            f"{file.path}, line {number} {what}: mend or remove the line."
         ) from error
     return fields

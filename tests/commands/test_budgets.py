@@ -33,12 +33,13 @@ def smelt(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_info_shows_a_pair(smelt: Run) -> None:
     code, out, err = smelt("info", "baseline-tiny", "smelt-tiny")
     assert code == 0 and err == ""
-    budget = budget_of(sizes_of(load_config("smelt-tiny")), document_length=256)
-    for value in (budget.parameters, budget.training_flops, 3 * budget.full_square_flops):
+    budget = budget_of(sizes_of(load_config("smelt-tiny")), document_length=512)
+    for value in (budget.training_flops, 3 * budget.full_square_flops):
         assert f"{value:,.0f} (+" in out
+    assert f"{budget.parameters:,} (-0.02 %)" in out
     assert "layers, each run once" in out and "2 to 5 run 2 times (12 executions)" in out
-    assert f"{budget.cache_bytes:,} (+0.0 %)" in out
-    assert "Documents of 256 tokens" in out
+    assert f"{budget.cache_bytes:,} (+0.00 %)" in out
+    assert "Documents of 512 tokens" in out
 
 
 def test_info_counts_a_checkpoint_by_any_name(smelt: Run, tmp_path: Path) -> None:
@@ -51,7 +52,6 @@ def test_info_counts_a_checkpoint_by_any_name(smelt: Run, tmp_path: Path) -> Non
     model = load_checkpoint("smelt-tiny").model
     total = sum(p.numel() for p in {id(p): p for p in model.parameters()}.values())
     assert counts[0]["parameters"] + counts[0]["embedding_parameters"] == total
-    # a recipe whose vocabulary is that of a tokenizer beside it
     code, out, _ = smelt("info", SHIPPED_FOLDER / "baseline-tiny" / "recipe.toml", "--json")
     assert code == 0
     (count,) = json.loads(out).values()
@@ -129,8 +129,8 @@ def test_wrong_names_are_sentences(smelt: Run, tmp_path: Path) -> None:
         for command in ("info", "match"):
             code, _, err = smelt(command, name)
             assert code == 2 and says in err
-    code, _, err = smelt("info", "smelt-tiny", "--document-length", 257)
-    assert code == 2 and "exceeds the context of the model; give 256 or less" in err
+    code, _, err = smelt("info", "smelt-tiny", "--document-length", 513)
+    assert code == 2 and "exceeds the context of the model; give 512 or less" in err
     tiny("llama").save_pretrained(tmp_path / "llama")
     code, _, err = smelt("match", tmp_path / "llama")
     assert code == 2 and "a match begins with a Baseline" in err
@@ -154,11 +154,11 @@ def test_match_lists_and_writes(smelt: Run, tmp_path: Path) -> None:
     code, out, _ = smelt(*args, "--force", "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["document_length"] == 256 and len(found["matches"]) == 3
+    assert found["document_length"] == 512 and len(found["matches"]) == 3
     assert found["matches"][0]["model"]["hidden_size"] == config.hidden_size
     budgets: list[Any] = []
     for model in ("baseline-tiny", file):
-        budgets.append(budget_of(sizes_of(load_config(model)), document_length=256))
+        budgets.append(budget_of(sizes_of(load_config(model)), document_length=512))
     share = budgets[1].parameters / budgets[0].parameters - 1
     assert found["matches"][0]["excess"]["parameters"] == pytest.approx(share)
 

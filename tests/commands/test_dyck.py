@@ -122,7 +122,7 @@ def test_one_prompt(probe: Callable[..., Any]) -> None:
     )
     attention = np.array(found["attention"])  # (visit, target, key)
     np.testing.assert_allclose(attention.sum(-1), 1, atol=1e-5)
-    assert found["visits"] == [1, 2] and found["gold"] == [")", ">"]
+    assert found["visits"] == [1, 2] and [t.strip() for t in found["gold"]] == [")", ">"]
 
 
 def test_the_head_of_a_run(finished: Path, probe: Callable[..., Any]) -> None:

@@ -186,14 +186,14 @@ def test_matches_are_in_order_and_count_what_they_say() -> None:
 
 
 def test_fixed_choices_stay() -> None:
-    """The shipped pair is among them: 2 % more FLOPs, 1.1 % more parameters, the same cache."""
+    """The shipped pair is the first of them: 1.5 % more FLOPs, as many parameters, the same cache."""
     smelt, base = load_config("smelt-tiny"), load_config("baseline-tiny")
-    fixed = Choices(width=128, experts=32, expert_width=32, head_size=32, gqa_ratio=2)
-    found = find_matches(base, document_length=256, fixed=fixed)
+    fixed = Choices(width=104, experts=32, expert_width=40, head_size=32, gqa_ratio=2)
+    found = find_matches(base, document_length=512, fixed=fixed)
     assert sizes_of(found[0].config) == sizes_of(smelt)
     assert all(match.config.num_experts == 32 for match in found)
     for name, value in dataclasses.asdict(fixed).items():
-        alone = find_matches(base, document_length=256, fixed=Choices(**{name: value}), most=3)
+        alone = find_matches(base, document_length=512, fixed=Choices(**{name: value}), most=3)
         for match in alone:
             sizes = dataclasses.asdict(sizes_of(match.config))
             sizes["gqa_ratio"] = sizes["heads"] // sizes["kv_heads"]

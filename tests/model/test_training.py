@@ -770,6 +770,22 @@ def test_full_disk_is_told_before_a_checkpoint_is_written(
     assert metrics(output) == metrics(finished)
 
 
+def test_a_disk_too_small_from_the_start_is_told_at_the_start(
+    finished: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_234_567)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    given, output = parts(finished), tmp_path / "small"
+    with pytest.raises(
+        SmeltscopeError, match=r"A checkpoint needs .* has 1\.2 MB left; there is no"
+    ):
+        run_recipe(data, given, output)
+    assert not (output / "metrics.jsonl").exists()
+    monkeypatch.undo()
+    run_recipe(data, given, output)
+    assert metrics(output) == metrics(finished)
+
+
 # What safetensors and PyTorch say when the disk is full; the latter names no reason.
 FULL = {
     "safetensors": SafetensorError("I/O error: No space left on device (os error 28)"),

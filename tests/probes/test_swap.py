@@ -103,11 +103,12 @@ def slowly(a: Parts, b: Parts, h: int) -> dict[str, np.ndarray]:
         "read_square_sum": np.zeros(()),
     }
     for q in range(1, a.q.shape[1]):
-        sums["queries"] += 1
+        sees_first = np.isfinite(b.bias[h, q, 0])  # no window hides it
+        sums["queries"] += sees_first
         rows = [row(x, y, h, q) for x, y in ((a, a), (b, a), (a, b), (b, b))]
         for i, p in enumerate(rows):
             for j in range(q + 1):
-                sums["mass_sum"][region_of(q, j), i] += p[j]
+                sums["mass_sum"][region_of(q, j), i] += sees_first * p[j]
         before, after = rows[0], rows[3]
         change = after @ b.v[h] - before @ a.v[h]
         terms = (

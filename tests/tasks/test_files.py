@@ -91,15 +91,26 @@ def test_a_text_file_is_one_document(tmp_path, tokenizer, suffix):
     assert (info.id, info.category, info.file) == (f"{path.name}:1", "my [1]::tale", path.name)
 
 
-def test_compressed_text_needs_utf8(tmp_path, tokenizer, monkeypatch):
+def test_text_is_utf8_wherever_it_is_read(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("é", encoding="utf-8")
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("é".encode()))
     monkeypatch.setattr(locale, "getpreferredencoding", lambda _: "cp1252")
-    assert load(tmp_path / "a.txt", tokenizer).lengths.tolist() == [3]
+    for name in ("a.txt", "a.txt.gz"):
+        assert load(tmp_path / name, tokenizer).lengths.tolist() == [3]
+
+
+def test_broken_lines_are_noted_and_passed_over(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n{"text": \n{"text": "b"}\n')
+    noted: list[str] = []
+    found = list(documents(find_files([path])[0][0], broken=noted))
+    assert [(d.content, d.row) for d in found] == [("a", 1), ("b", 4)]
+    assert "line 2 is not UTF-8 text (" in noted[0] and "line 3 is broken JSON (" in noted[1]
+    path.write_bytes(b"[]\n{\n")
     with pytest.raises(
-        SmeltscopeError, match=r"a\.txt\.gz would be read as cp1252: set PYTHONUTF8"
+        SmeltscopeError, match=r"no whole line: all 2 are broken, the first: .*line 1"
     ):
-        load(tmp_path / "a.txt.gz", tokenizer)
+        list(documents(find_files([path])[0][0], broken=noted))
 
 
 def test_missing_fields_and_blank_lines(tmp_path):
@@ -159,7 +170,10 @@ BAD = {
     "empty.bin": (b"", r"empty\.bin is empty"),
     "nul.txt": (b"a\0b", r"nul\.txt is a binary file"),
     "latin.txt": (b"caf\xe9 noir", r"latin\.txt is not UTF-8 text"),
-    "latin.jsonl": (b'{"text": "\xe9"}\n', r"latin\.jsonl is not UTF-8 text"),
+    "latin.jsonl": (
+        b'{"text": "\xe9"}\n',
+        r"latin\.jsonl, line 1 is not UTF-8 text \(invalid continuation byte",
+    ),
     "line.jsonl": (b'{"text": "a b"}\n\n{"text": "a\n', r"line\.jsonl, line 3 is broken JSON"),
     "list.jsonl": (b"[1]\n", r"list\.jsonl, line 1 is broken JSON \(no object"),
     "half.jsonl": (b'{"text": "\\ud800 abc"}\n', r"half\.jsonl, line 1 is broken JSON"),
@@ -269,6 +283,15 @@ def test_zst_frames(tmp_path):
         for cut in (1, 2, 5):
             path.write_bytes(content[:-cut])
             assert not is_whole_zst(path)
+
+
+def test_every_frame_of_a_zst_file_is_read(tmp_path):
+    compress = zstandard.ZstdCompressor().compress
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    path = tmp_path / "a.jsonl.zst"
+    lines = [b'{"text": "a"}\n{"text": ', b'"b"}\n', b'{"text": "c"}']
+    path.write_bytes(compress(lines[0]) + skippable + compress(lines[1]) + compress(lines[2]))
+    assert [d.content for d in documents(find_files([path])[0][0])] == ["a", "b", "c"]
 
 
 def test_nothing_goes_over_the_network(tmp_path, tokenizer, monkeypatch):

@@ -172,4 +172,4 @@ def _cell(key: str, counts: dict[str, Any], first: dict[str, Any]) -> str:
     text = f"{counts[key]:,.0f}"
     if counts is first or key not in first:
         return text
-    return f"{text} ({100 * (counts[key] / first[key] - 1):+.1f} %)"
+    return f"{text} ({100 * (counts[key] / first[key] - 1):+.2f} %)"

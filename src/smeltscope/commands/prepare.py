@@ -44,7 +44,7 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
         if not texts:
             raise SmeltscopeError("The text holds no documents: check [data] in the recipe.")
         if broken:
-            say(f"skipped {len(broken)} broken lines, the first: {broken[0]}")
+            click.echo(f"skipped {len(broken)} broken lines, the first: {broken[0]}", err=True)
         _check_texts(name, texts, recipe)
         return texts
 

@@ -4,6 +4,7 @@ smelt train model/checkpoints/smelt-tiny/recipe.toml --data FOLDER
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def train(
     from smeltscope.model.training import sample_text, train_model
 
     logging.disable_progress_bar()
-    processes = PartialState(cpu=choose_device(device) == "cpu")  # several under torchrun
+    # Several under torchrun; the others wait while the first one makes the rows.
+    processes = PartialState(cpu=choose_device(device) == "cpu", timeout=timedelta(days=1))
     recipe = load_recipe(recipe_file, data=data, output=out)
     output = recipe.training.output
     quiet = quiet or not processes.is_main_process

@@ -9,7 +9,7 @@ import click
 from smeltscope.commands import running, tables, terminal
 from smeltscope.commands.options import data_options, run_model_options, sampling_options
 from smeltscope.errors import SmeltscopeError
-from smeltscope.registry import make_probe, recorded_probe
+from smeltscope.registry import check_for_text, make_probe, recorded_probe
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -63,6 +63,7 @@ def trajectory(
     checkpoints that are new.
     """
     names = list(dict.fromkeys(name.strip() for name in probes.split(",")))
+    check_for_text(names)
     chosen = [make_probe(name) for name in names]
     from smeltscope.activations import check_out, open_run
     from smeltscope.probes.trajectory import trajectory as along_steps
