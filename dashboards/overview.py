@@ -164,6 +164,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline(
             what="symbols right, each given those before",
             quantity="symbol_accuracy",
+            beside={"symbol_accuracy_guess": "guess"},
             percent=True,
         ),
     ),
@@ -194,6 +195,13 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
             what="state read right, mean over executions",
             quantity="accuracy",
             beside={"control": "control", "majority": "most common"},
+            percent=True,
+        ),
+        Headline(
+            what="the same at visit 2 minus visit 1",
+            quantity="change_overall",
+            by_layer="change",
+            beside={"control_change_overall": "control"},
             percent=True,
         ),
     ),

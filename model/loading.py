@@ -36,6 +36,7 @@ from smeltscope.model.smelt import SmeltForCausalLM, with_visits
 from smeltscope.model.spread import check_after_spread, check_before_spread, spread_arguments
 
 SHIPPED_FOLDER = Path(__file__).parent / "checkpoints"
+UNTRAINED = " (untrained)"  # after the name of a checkpoint whose weights were drawn anew
 _LAYER = re.compile(r"(.*?)\.(\d+)\.")  # model.layers, 3
 
 
@@ -121,7 +122,7 @@ def load_checkpoint(
     return Checkpoint(
         model=model,
         tokenizer=load_tokenizer(tokenizer_folder, trust_remote_code=trust_remote_code),
-        name=f"{name} (untrained)" if untrained else str(name),
+        name=f"{name}{UNTRAINED}" if untrained else str(name),
         folder=folder,
         digest=digest,
         context=context_of(model.config),

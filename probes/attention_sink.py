@@ -358,16 +358,15 @@ class AttentionSink(Probe):
         )
         if not np.isfinite(float(summary["change_overall_low"])):
             return f"{text}: too few for an interval.{share}"
-        decided = (summary["change_high"].values[later] < 0) | (
-            summary["change_low"].values[later] > 0
-        )
+        low, high = (summary[f"change_{end}_all"].values[later] for end in ("low", "high"))
+        decided = (high < 0) | (low > 0)
         regions = ", ".join(
             f"{region} {_with_interval(summary.sel(region=region), 'region_change_overall')}"
             for region in summary["region"].values
             if summary["region_change_overall"].sel(region=region).notnull()
         )
         return (
-            f"{text} (in {int(decided.sum())} heads the interval excludes 0, each judged alone). By region, over "
+            f"{text} (in {int(decided.sum())} heads the interval excludes 0, all judged together). By region, over "
             f"sampled queries: {regions}.{share}"
         )
 

@@ -156,7 +156,7 @@ class DyckScores(Probe):
         `exact_by_readable`, the references' `..._by_readable`, `items_by_readable`: 1 where every closer of the answer already stands
         in the query's input.
 
-        Of prompts of kind `nested`, over (shots): `nested_token_loss`, `nested_answer_loss`.
+        Of prompts of kind `nested`, over (shots): `nested_token_loss`, `nested_answer_loss`, and how many `nested_prompts` and `nested_items` there are.
         """
         data, labels = run["dyck_scores"].dataset, run["segments"].dataset
         if "exact" not in data:
@@ -198,6 +198,8 @@ class DyckScores(Probe):
             "nested_answer_loss": mean("loss_sum", nested),
             "prompts": exact(scored.sum(0)),
             "items": _items(labels, scored),
+            "nested_prompts": exact(nested.sum(0)),
+            "nested_items": _items(labels, nested),
         }
         by_shots |= {
             f"{name}_sd": exact(_spread(seeds[f"{name}_by_seed"].value)) for name in rights

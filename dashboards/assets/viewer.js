@@ -887,7 +887,8 @@
       this.viewer = viewer;
       this.note = h("p", { class: "sv-focus" });
       this.tokens = h("div", { class: "sv-tokens", role: "group", "aria-label": "Prompt, token by token",
-        onclick: (event) => this.onClick(event), onpointerover: (event) => this.onOver(event), onpointerleave: () => this.onLeave() });
+        onclick: (event) => this.onClick(event), onpointerover: (event) => this.onOver(event), onpointerleave: () => this.onLeave(),
+        onfocusin: (event) => this.onFocus(event), onfocusout: () => this.onLeave() });
       this.element = h("section", { "aria-label": "Prompt" }, h("h3", {}, "Prompt"), this.note, this.tokens);
     }
 
@@ -949,6 +950,25 @@
     onLeave() {
       this.viewer.hoverOver(null);
       this.viewer.hideTip();
+    }
+
+    /** What the pointer does by passing over, the keyboard does by coming to a token. */
+    onFocus(event) {
+      const position = this.positionOf(event);
+      if (position !== null && this.viewer.rows && event.target.matches(":focus-visible")) this.viewer.hoverOver(position);
+    }
+
+    /** From the token that has the focus to another. */
+    move(key, from) {
+      const last = this.buttons.length - 1;
+      const to = { ArrowLeft: from - 1, ArrowUp: from - 1, ArrowRight: from + 1, ArrowDown: from + 1, Home: 0, End: last }[key];
+      this.buttons[Math.min(Math.max(to, 0), last)].focus();
+      return true;
+    }
+
+    /** To the locked token, or the first. */
+    focus() {
+      this.buttons[this.viewer.state.q ?? 0].focus();
     }
 
     scrollTo(position) {
@@ -1093,7 +1113,7 @@
   /* ---------------------------------------------------------------- the viewer */
 
   const KEYS = [
-    ["\u2190 \u2191 \u2192 \u2193", "in the list of heads: choose a head; on the full map: move the cross"],
+    ["\u2190 \u2191 \u2192 \u2193", "in the list of heads: choose a head; on the prompt: look from another token; on the full map: move the cross"],
     ["[  ]", "visit before, visit after; the last is the difference"],
     [",  .", "lock the token before, the token after"],
     ["Enter", "on a token: lock it; on the full map: lock the query"],
@@ -1105,6 +1125,7 @@
     ["o", "order of heads"],
     ["h", "back to the Dyck head"],
     ["g", "go to the list of heads"],
+    ["x", "go to the prompt's tokens"],
     ["z", "zero this head at all visits, or put it back"],
     ["Z", "zero all heads of looped layers at the visit shown, or put them back"],
     ["e", "the prompt's text, to change and run; Ctrl+Enter in it runs it"],
@@ -1591,17 +1612,22 @@
       if (this.help.open || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
       if (/^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName) || target.isContentEditable) {
         if (key === "Escape" && this.composer.element.contains(target)) this.composer.toggle(false);
-        return;
+        if (target.tagName !== "SELECT" || (key !== "?" && key !== "Escape")) return; // a menu takes letters for its choices
       }
       if (!inside && target !== document.body) return;
       if (key === "?") this.help.showModal();
+      else if (key === "e" && this.live) event.preventDefault(), this.composer.toggle(); // also while numbers are on their way
       else if (this.rows && this.act(key, target)) event.preventDefault();
     }
 
     /** Do what a key stands for; whether it stands for anything here. */
     act(key, target) {
       const { state, view } = this, onMap = target === this.map.canvas;
-      if (/^Arrow|^Home$|^End$/.test(key)) return onMap ? this.map.move(key) : this.heads.move(key);
+      const token = target.dataset?.token; // of the one that has the focus
+      if (/^Arrow|^Home$|^End$/.test(key)) {
+        if (token !== undefined) return this.text.move(key, Number(token));
+        return onMap ? this.map.move(key) : this.heads.move(key);
+      }
       if (key === "Enter") return onMap && this.map.lock();
       const asked = /^[1-9]$/.test(key) ? view.targets[Number(key) - 1] : undefined;
       if (asked) return this.lock(asked.position - 1), true;
@@ -1622,9 +1648,9 @@
         o: () => next("sort", this.sorts()),
         h: () => this.choose(this.firstHead()),
         g: () => this.heads.focus(),
+        x: () => this.text.focus(),
         z: () => this.toggleZeroed({ layer: state.layer, head: state.head, visit: null }),
         Z: () => this.looped() && this.toggleZeroed({ layer: null, head: null, visit: this.executions[this.shown().later].visit }),
-        e: () => this.live && this.composer.toggle(),
         l: () => this.copyLink(),
         t: () => this.copyNumbers(),
         p: () => this.savePicture("png"),

@@ -92,7 +92,7 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
 def losses_by_shots(summary: xr.Dataset) -> go.Figure:
     """Loss of the answers by shots, per token and per answer, over that of guessed types."""
     figure = make_subplots(rows=1, cols=2, subplot_titles=("per token", "per answer"))
-    x, labels, where = _shots(summary)
+    x, labels, _ = _shots(summary)
     for column, name in enumerate(("token_loss_guess", "answer_loss_guess"), start=1):
         guessed = reference(
             x, summary[name], name="types guessed, scored prompts", showlegend=column == 1
@@ -100,6 +100,7 @@ def losses_by_shots(summary: xr.Dataset) -> go.Figure:
         figure.add_trace(guessed, row=1, col=column)
     for i, (name, (_, symbol)) in enumerate(LOSSES.items()):
         nested = name.startswith("nested")
+        _, _, where = _shots(summary, "nested_" if nested else "")
         figure.add_trace(
             points(
                 x,
@@ -184,9 +185,11 @@ def _scored(summary: xr.Dataset) -> xr.Dataset:
     return summary.isel(shots=np.isfinite(summary["all_right"].values))
 
 
-def _shots(summary: xr.Dataset) -> tuple[np.ndarray, list[str], list[str]]:
+def _shots(summary: xr.Dataset, kind: str = "") -> tuple[np.ndarray, list[str], list[str]]:
+    """Places of the numbers of shots, their labels, and how many prompts of a kind each has."""
     shots = summary["shots"].values.tolist()
-    counts = zip(shots, summary["prompts"].values, summary["items"].values, strict=True)
+    of_kind = (summary[f"{kind}{name}"].values for name in ("prompts", "items"))
+    counts = zip(shots, *of_kind, strict=True)
     where = [
         f"{k} shots, {prompts:,.0f} prompts of {items:,.0f} items" for k, prompts, items in counts
     ]

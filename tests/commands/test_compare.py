@@ -1,5 +1,6 @@
 """`probe compare`: two run files, as a whole and by groups of documents; what it refuses and what it names."""
 
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -93,6 +94,21 @@ def test_by_the_loss_of_the_first(probe: Call, made: Callable[..., Path]) -> Non
     none = made(probes="router-overlap")
     refused = probe("compare", none, none, "--by", "baseline-loss")
     assert refused.code == 2 and "run of the probe loss" in refused.err
+
+
+def test_every_number_as_csv(probe: Call, made: Callable[..., Path]) -> None:
+    a, b = made("--visits", 1), made()
+    shown = csv.DictReader(probe("compare", a, b, "--csv").out.splitlines())
+    numbers = {
+        r["quantity"]: float(r["value"])
+        for r in shown
+        if r["probe"] == "loss" and not r["position"]
+    }
+    assert numbers["loss"] == pytest.approx(numbers["loss_b"] - numbers["loss_a"])
+    grouped = probe("compare", a, b, "--by", "category", "--csv").out.splitlines()
+    rows = [r for r in csv.DictReader(grouped) if r["quantity"] == "loss"]
+    assert [r["group"] for r in rows] == ["code (4)", "prose (4)", "sums (4)"]
+    assert all(float(r["low"]) <= float(r["value"]) <= float(r["high"]) for r in rows)
 
 
 def test_what_only_one_has_is_named(probe: Call, made: Callable[..., Path]) -> None:

@@ -530,6 +530,29 @@ def test_tokens_are_locked_and_released(visit: Callable, address: str, run: xr.D
     assert query(page)["q"] == str(target - 1)
 
 
+def test_tokens_by_keyboard(visit: Callable, address: str) -> None:
+    page = visit(address)
+    note = page.locator(".sv-focus")
+    page.keyboard.press("x")
+    for key in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft"):
+        page.keyboard.press(key)
+    page.wait_for_function("document.querySelector('.sv-focus').textContent.includes('(2)')")
+    assert "locked" not in note.inner_text() and "q" not in query(page)
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('.sv-focus').textContent.includes('locked')")
+    assert query(page)["q"] == "2"
+    page.keyboard.press("Escape")
+    page.keyboard.press("Home")
+    page.wait_for_function("document.querySelector('.sv-focus').textContent.includes('(0)')")
+    page.keyboard.press("g")  # leaves the prompt
+    page.wait_for_function(
+        "document.querySelector('.sv-focus').textContent.startsWith('where the')"
+    )
+    page.locator("select").first.focus()
+    page.keyboard.press("?")
+    assert page.locator("dialog").get_attribute("open") is not None
+
+
 def test_hovering_lights_and_leaves(visit: Callable, address: str) -> None:
     page = visit(address)
     before = page.locator(".sv-focus").inner_text()

@@ -26,7 +26,11 @@ FEW = 2  # quantities of a probe that are shown
     help="For groups of documents apart: by category, by length in tokens, or by quartile of their loss in A, which "
     "then holds a run of the probe loss.",
 )  # fmt: skip
-def compare(a: Path, b: Path, by: Any) -> None:
+@click.option(
+    "--csv", "as_csv", is_flag=True,
+    help="Every quantity, heads averaged, one a line: B minus A with its interval, X_a and X_b.",
+)  # fmt: skip
+def compare(a: Path, b: Path, by: Any, as_csv: bool) -> None:
     """What differs between two runs over the same text: B minus A, with intervals.
 
     Each draw of the bootstrap takes the same documents for both runs.
@@ -42,6 +46,13 @@ def compare(a: Path, b: Path, by: Any) -> None:
         raise SmeltscopeError(
             f"{a} and {b} share no diagnostic: the first holds {', '.join(of_a)}, the second {', '.join(of_b)}."
         )
+    if as_csv:
+        if by is None:
+            found = {name: _compared(name, *runs, mean_over=tables.HEADS) for name in shared}
+        else:
+            found = {name: _grouped(name, *runs, by=by)[0] for name in shared}
+        tables.print_csv(found)
+        return
     console = terminal.make_output()
     for letter, file, run in zip("AB", (a, b), runs, strict=True):
         console.print(f"{letter}: {attributes_of(run)['checkpoint']} ({file})", soft_wrap=True)
@@ -91,10 +102,10 @@ def _print_rows(console: "Console", name: str, found: "xr.Dataset") -> None:
             console.print(f"Only {side.upper()} has {', '.join(map(_words, only))}.", style="dim")
 
 
-def _print_groups(
-    console: "Console", name: str, a: "xr.DataTree", b: "xr.DataTree", *, by: "By"
-) -> None:
-    """The first quantities for each group of documents, averaged over heads and over layers."""
+def _grouped(
+    name: str, a: "xr.DataTree", b: "xr.DataTree", *, by: "By"
+) -> tuple["xr.Dataset", list[str]]:
+    """Each group of documents, averaged over heads and over layers, and the groups of none."""
     import xarray as xr
 
     from smeltscope.probes.grouping import groups_of, restricted
@@ -114,10 +125,17 @@ def _print_groups(
     labels = [f"{label} ({part.attrs['documents']})" for label, part in parts.items()]
     index = xr.DataArray(labels, dims="group", name="group")
     found = xr.concat(parts.values(), index, combine_attrs="drop_conflicts")
+    return found, [label for label in of_a if label not in parts]
+
+
+def _print_groups(
+    console: "Console", name: str, a: "xr.DataTree", b: "xr.DataTree", *, by: "By"
+) -> None:
+    """The first quantities for each group of documents."""
+    found, empty = _grouped(name, a, b, by=by)
     columns = [column for q in _shown(name, found) for column in _columns(found, q)]
     if columns:
         tables.print_table(console, found, columns)
-    empty = [label for label in of_a if label not in parts]
     console.print(
         "Means over layers and heads; in brackets beside a group the number of its documents."
         + (f" No document: {', '.join(empty)}." if empty else ""),

@@ -28,13 +28,15 @@ def run_files_of(paths: Sequence[Path]) -> "list[RunFile]":
 
 def checkpoint_of_run(run: "RunFile") -> "Checkpoint":
     """The checkpoint that a run was made with, as it was run, to be run again."""
-    from smeltscope.model import load_checkpoint
+    from smeltscope.model import UNTRAINED, load_checkpoint
 
     attributes = run.attributes()
     identity = attributes["identity"]
     loop = {name: identity[name] for name in ("visits", "residual_scale")}
+    name = attributes["checkpoint"]
     return load_checkpoint(
-        attributes["checkpoint"],
+        name.removesuffix(UNTRAINED),
+        untrained=name.endswith(UNTRAINED),
         dtype=identity["dtype"],
         **(loop if attributes["model_type"] == "smelt" else {}),
     )
