@@ -80,9 +80,8 @@ def text_tables(given: argparse.Namespace) -> None:
     ]  # fmt: skip
     table(["visits", "loss", "divergence from its own number"], rows)
     for probe in probes_of(smelt):
-        if probe != "loss":
-            heading(TITLES[probe])
-            diagnostic(probe, runs)
+        heading(TITLES[probe])
+        diagnostic(probe, runs)
     heading("Sink mass over depth")
     depth(smelt, baseline)
 

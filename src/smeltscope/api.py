@@ -106,7 +106,7 @@ def dyck(
     template: str | Path = "bigbench",
     nested: int = 32,
     ablation: str = "resample",
-    examples: int = 3,
+    examples: int | Sequence[str] = 3,
     batch_tokens: int = 8192,
     seed: int = 0,
     tokenizer: Any = None,

@@ -213,6 +213,19 @@ def test_what_reveals_the_pairs_of_all_prompts() -> None:
         assert len(shown) == 12 and any(shown) == closed
 
 
+def test_examples_of_items_by_name(
+    probe: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    given = ("--ckpt", tiny_checkpoint, "--device", "cpu", "--nested", 0, "--seeds", 1, "-q")
+    prompts = ("--items", 3, "--shots", "0,1", "--out", tmp_path / "run.h5")
+    asked = probe("dyck", *given, *prompts, "--examples", "usual:0:2,usual:0:0")
+    assert asked.code == 0, asked.err
+    kept = smeltscope.open(tmp_path / "run.h5")["dyck_patterns"]["example_id"].values.tolist()
+    assert kept == ["usual:0:2, 1 shots", "usual:0:0, 1 shots"]  # with the most shots there are
+    refused = probe("dyck", *given, *prompts, "--force", "--examples", "usual:9")
+    assert refused.code == 2 and "--examples usual:9: no prompt is of this item;" in refused.err
+
+
 def test_any_probe_runs_over_prompts() -> None:
     """Rows are the targets', regions the prompt's."""
     checkpoint = smeltscope.load_checkpoint("smelt-tiny", device="cpu")

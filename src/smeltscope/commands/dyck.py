@@ -54,6 +54,20 @@ class Numbers(click.ParamType):
         return found
 
 
+class Examples(click.ParamType):
+    """A number of prompts, or names of items with commas between."""
+
+    name = "examples"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[str, ...]:
+        if isinstance(value, int | tuple):
+            return value
+        names = tuple(name.strip() for name in str(value).split(",") if name.strip())
+        return int(names[0]) if len(names) == 1 and names[0].isdecimal() else names
+
+
 def make_prompt_options(*, items: str, shots: str, seeds: int) -> Decorator:
     """Which prompts, with these defaults."""
     return together(
@@ -105,8 +119,8 @@ def make_prompt_options(*, items: str, shots: str, seeds: int) -> Decorator:
     show_default=True, help="What takes the place of a head's output in the search.",
 )  # fmt: skip
 @click.option(
-    "--examples", type=click.IntRange(0), default=3, show_default=True, metavar="N",
-    help="Prompts whose attention is kept whole, for looking at.",
+    "--examples", type=Examples(), default=3, show_default=True, metavar="N|ITEM,ITEM",
+    help="Prompts whose attention is kept whole, for looking at: so many nested ones, or those of items by name.",
 )  # fmt: skip
 @click.option("--prompt", metavar="TEXT", help='Show one prompt instead: "Input: ( [ \\nOutput:".')
 @click.option(
@@ -266,7 +280,7 @@ def measure_dyck(
     *,
     out: Path,
     log: "Console",
-    examples: int,
+    examples: int | Sequence[str],
     force: bool,
     reuse: bool = False,
     **given: Any,
@@ -300,18 +314,34 @@ def options_of_run(heldout: "HeldOut", *, batch_tokens: int, seed: int, **_: Any
     return RunOptions(max_length=longest, batch_tokens=max(batch_tokens, longest), seed=seed)
 
 
-def _examples(heldout: "HeldOut", number: int) -> list[int]:
-    """Nested prompts of the half that the head is not chosen on, with 4 shots, or as many as fit."""
+def _examples(heldout: "HeldOut", asked: int | Sequence[str]) -> list[int]:
+    """Nested prompts of the half that the head is not chosen on, or those of the items that are asked for: with 4 shots, or as
+    many as fit, the first of these."""
     import numpy as np
 
     assert heldout.prompts is not None
     labels = heldout.prompts.labels
+    if not isinstance(asked, int):
+        return [_example_of(labels, name) for name in asked]
     other_half = (labels["kind"] == "nested") & (labels["half"] == 1)
     candidates = other_half if other_half.any() else np.ones(len(heldout), dtype=bool)
     shots = labels["shots"][candidates]
     wanted = 4 if 4 in shots else shots.max()
     chosen: list[int] = np.flatnonzero(candidates & (labels["shots"] == wanted)).tolist()
-    return chosen[:number]
+    return chosen[:asked]
+
+
+def _example_of(labels: Mapping[str, Any], name: str) -> int:
+    import numpy as np
+
+    places = np.flatnonzero(labels["item"].astype(str) == name)
+    if not len(places):
+        some = ", ".join(dict.fromkeys(labels["item"].astype(str).tolist()[:3]))
+        raise SmeltscopeError(
+            f"--examples {name}: no prompt is of this item; items are called {some}, and so on."
+        )
+    shots = labels["shots"][places]
+    return int(places[(shots == (4 if 4 in shots else shots.max())).argmax()])
 
 
 def _report(probes: Sequence["Probe"], out: Path, beside: Path, given: Mapping[str, Any]) -> None:
