@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 import smeltscope
+from smeltscope.commands.pages import run_files_of
 from smeltscope.dashboards.overview import TITLES
+from smeltscope.dashboards.report import MOST_BYTES, write_report
 from smeltscope.registry import PROBES, PROMPT_PROBES
+
+RUNS = ("text.h5", "dyck.h5", "state.h5")
 
 
 @pytest.fixture(scope="module")
-def address(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The app over a run of every diagnostic of text and one of each of prompts."""
+def folder(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of every diagnostic of text and one of each of prompts."""
     folder = tmp_path_factory.mktemp("whole")
     text = folder / "text.jsonl"
     rows = [{"text": f"{i} is a number. " * 9} for i in range(6)]
@@ -25,21 +29,16 @@ def address(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     smeltscope.probe(tiny_checkpoint, text, list(PROBES), out=folder / "text.h5", quiet=True)
     asked: dict[str, Any] = {"items": 2, "seeds": 1, "quiet": True}
     smeltscope.dyck(tiny_checkpoint, **asked, shots=(0, 1), nested=4, out=folder / "dyck.h5")
-    smeltscope.dyck_state(
-        tiny_checkpoint, **asked | {"items": 6}, shots=(1,), out=folder / "state.h5"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "smeltscope",
-        "probe",
-        "view",
-        "text.h5",
-        "dyck.h5",
-        "state.h5",
-    ]
+    state = asked | {"items": 6, "shots": (1,)}
+    smeltscope.dyck_state(tiny_checkpoint, **state, out=folder / "state.h5")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """The app over them."""
     process = subprocess.Popen(
-        [*command, "--port", "0"],
+        [sys.executable, "-m", "smeltscope", "probe", "view", *RUNS, "--port", "0"],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -60,7 +59,7 @@ def tab(browser: Any, address: str) -> Iterator[Any]:
     wrong: list[str] = []
     page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    own = (address, "data:", "blob:")
+    own = (address, "data:", "blob:", "file:")
     page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
     yield page
     assert wrong == []
@@ -101,3 +100,19 @@ def test_the_viewer_inside_the_app(tab: Any, address: str) -> None:
     tab.goto("about:blank")
     tab.goto(deep)
     tab.wait_for_function("document.querySelectorAll('.sv-chip').length === 3")
+
+
+@pytest.mark.slow
+def test_the_report_of_all_of_it(tab: Any, folder: Path) -> None:
+    """Every figure and the viewer in one file: small, drawn, and nobody is asked."""
+    out = folder / "report.html"
+    write_report(run_files_of([folder / name for name in RUNS]), out)
+    assert out.stat().st_size < MOST_BYTES
+    tab.goto(out.as_uri())
+    tab.wait_for_selector("[data-drawn] .main-svg")
+    titles = tab.locator("h2").all_inner_texts()
+    assert {*TITLES.values(), "Dyck viewer"} <= set(titles)
+    tab.locator("#viewer").scroll_into_view_if_needed()
+    tab.wait_for_selector('.sv[data-shown][aria-busy="false"]')
+    tab.locator("[data-token]").nth(3).click()
+    tab.wait_for_function("document.querySelector('.sv-focus').textContent.includes('locked')")

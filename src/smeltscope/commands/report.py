@@ -54,7 +54,7 @@ def report(
         raise SmeltscopeError("--out, --pdf, --png and the runs need a file each.")
     from smeltscope.commands.pages import run_files_of
     from smeltscope.dashboards.browser import check_browser, write_pdf, write_png
-    from smeltscope.dashboards.report import write_report
+    from smeltscope.dashboards.report import MOST_BYTES, write_report
 
     if pdf is not None or png is not None:
         check_browser()
@@ -65,6 +65,12 @@ def report(
     log = terminal.make_log(quiet=quiet)
     write_report(runs, out)
     log.print(f"Report: {out.resolve()}", soft_wrap=True)
+    size = out.stat().st_size
+    if size > MOST_BYTES:
+        log.print(
+            f"It has {size / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f}: its figures and tables fill it; give fewer runs.",
+            soft_wrap=True,
+        )
     if pdf is not None:
         log.print(f"PDF: {write_pdf(out, pdf).resolve()}", soft_wrap=True)
     if png is not None:
