@@ -34,7 +34,9 @@ def summary_of(probe: str = "nobody's", **arrays: tuple[Sequence[str], np.ndarra
         "head": [0, 1],
     }
     coords = {n: c for n, c in labels.items() if (c[0] if isinstance(c, tuple) else n) in used}
-    return xr.Dataset(values, coords=coords, attrs={"probe": probe, "documents": 3})
+    return xr.Dataset(
+        values, coords=coords, attrs={"probe": probe, "documents": 3, "resampled": "documents"}
+    )
 
 
 def printed(summary: xr.Dataset, brief: bool = False) -> list[str]:
