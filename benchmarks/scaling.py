@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [--ckpt NAME] [--tokens 10k 50k 200k 500k] [--repeats 3]
 
 Runs `probe batch` over the shipped held-out text, repeated as often as needed: as many segments of the same lengths for each
-thousand tokens at every size, in batches of 20 segments (5,120 tokens), which every size fills: a smaller batch costs more per token. Each run has
+thousand tokens at every size, in batches of 5,120 tokens, which every size fills: a smaller batch costs more per token. Each run has
 a process of its own, which first runs one such batch, so that what is loaded and made once for a model is not counted. Processor seconds are taken apart from within:
 
 - before: text is read, the model's sites are found, the run file is laid out.
