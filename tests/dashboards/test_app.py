@@ -15,15 +15,18 @@ import flask
 import h5py
 import numpy as np
 import pytest
+import torch
 
+import smeltscope
 from smeltscope.activations import open_run
-from smeltscope.commands.pages import run_files_of
+from smeltscope.commands.pages import checkpoint_of_run, run_files_of
 from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of, unmet_of
 from smeltscope.dashboards.numbers import quantities_in, table_of
 from smeltscope.dashboards.overview import headline_rows, headlines, number, with_interval
 from smeltscope.dashboards.runs import RunFile, baseline_of
 from smeltscope.dashboards.server import bind, guard, is_local
 from smeltscope.errors import SmeltscopeError
+from smeltscope.model import load_checkpoint
 from smeltscope.probes import summarize
 from smeltscope.probes.grouping import groups_of, restricted
 from smeltscope.registry import recorded_probe
@@ -256,6 +259,20 @@ def test_a_run_file_gives_what_summarize_gives(runs: list[RunFile], looped_run: 
         np.testing.assert_equal(runs[0].summary(name, EVIL).to_dict(), expected.to_dict())
     assert runs[0].categories() == sorted([EVIL, "prose"])
     assert runs[0].patterns() is None
+
+
+def test_a_run_without_training_is_run_live_as_it_was(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a word and another word")
+    out = tmp_path / "fresh.h5"
+    smeltscope.probe(tiny_checkpoint, text, "loss", untrained=True, out=out, quiet=True)
+    [run] = run_files_of([out])
+    live, fresh = checkpoint_of_run(run), load_checkpoint(tiny_checkpoint, untrained=True)
+    assert live.name == fresh.name and live.name.endswith(" (untrained)")
+    for one, other in zip(live.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_a_link_asks_for_and_does_not_get_is_said(runs: list[RunFile], tmp_path: Path) -> None:
