@@ -67,8 +67,14 @@ def main() -> None:
         large = Path(folder) / "large.h5"
         tokens = repeat_rows(text, large, LARGE)
         with serving(large) as address, browser() as page:
-            for name, path in (("overview", ""), ("attention-sink", "attention-sink")):
+            for name, path, first in (
+                ("overview", "", "main section table"),
+                ("attention-sink", "attention-sink", "#shown .main-svg"),
+            ):
                 show(f"{name} of {tokens:,} tokens, page there", opened(page, address + path, "h1"))
+                began = time.perf_counter()
+                page.wait_for_selector(first)
+                show("its first numbers or figure after that", time.perf_counter() - began)
         with serving(text, dyck) as address, browser() as page:
             show_all(page_rows(page, address))
             show_all(viewer_rows(page, address))
