@@ -1,11 +1,13 @@
 """Averages over segments and their uncertainty: sums over counts, resampled by document."""
 
+import math
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import xarray as xr
+from scipy.sparse import csr_array
 
 DRAWS = 1000
 LEVEL = 0.95
@@ -38,7 +40,11 @@ class Documents:
 
     def add(self, sums: np.ndarray, rows: slice, values: np.ndarray) -> None:
         """Add the values of some segments to the sums of their documents."""
-        np.add.at(sums, self.of_segment[rows], np.nan_to_num(values))
+        of = self.of_segment[rows]
+        members = csr_array((np.ones(len(of)), (of, np.arange(len(of)))), (len(self), len(of)))
+        sums += (
+            members @ np.nan_to_num(values).reshape(len(of), math.prod(sums.shape[1:]))
+        ).reshape(sums.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
