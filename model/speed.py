@@ -76,6 +76,7 @@ def measure_speed(
 def qwen3_moe_like(config: SmeltConfig) -> Qwen3MoeConfig:
     """Qwen3-MoE with a layer for each execution of a SMELT."""
     known = Qwen3MoeConfig().to_dict().keys() - {"model_type", "architectures"}
+    known |= {"head_dim"}  # which its layers read, though its configuration does not name it
     return Qwen3MoeConfig(**{k: v for k, v in config.to_dict().items() if k in known})
 
 

@@ -30,12 +30,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
     TrainerCallback,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from transformers.utils import is_flash_attn_2_available
 
 from smeltscope.commands.sinks import watch_sinks
 from smeltscope.commands.train import train
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import SmeltForCausalLM, tiny
+from smeltscope.model import SmeltConfig, SmeltForCausalLM, tiny
 from smeltscope.model.losses import router_losses
 from smeltscope.model.recipe import load_recipe
 from smeltscope.model.rows import Rows, load_rows
@@ -226,6 +227,10 @@ def test_speed_is_measured_beside_transformers_own_model(finished: Path, data: P
     recipe = load_recipe(data / "recipe.toml")
     smelt = make_model(recipe, parts(finished)["tokenizer"])
     qwen = Qwen3MoeForCausalLM(qwen3_moe_like(smelt.config))
+    # also where heads are no even share of the width, as in baseline-tiny
+    sizes = {"hidden_size": 152, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
+    odd = qwen3_moe_like(SmeltConfig(**sizes))
+    assert Qwen3MoeAttention(odd, 0).head_dim == 32
     assert len(qwen.model.layers) == len(smelt.model.layers) == 6
     shapes = {name: p.shape for name, p in qwen.named_parameters(remove_duplicate=False)}
     norms = {name for name in shapes if "q_norm" in name or "k_norm" in name}  # it always has them
