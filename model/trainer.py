@@ -49,7 +49,7 @@ BYTES_BESIDE = 2_000_000  # states of schedule, generators and Trainer
 
 
 def bytes_of_checkpoint(model: torch.nn.Module) -> int:
-    """What a checkpoint of a training takes on the disk, or a little less."""
+    """What a checkpoint of a training takes on the disk, and a little more."""
     return BYTES_OF_PARAMETER * sum(p.numel() for p in model.parameters()) + BYTES_BESIDE
 
 

@@ -149,8 +149,6 @@ def train_model(
         main, train = trainer.is_world_process_zero(), step < steps  # else `final` alone is missing
         if checkpoint and train:
             _check_processes(checkpoint, arguments.world_size)
-        if train:  # before hours are spent on what cannot be kept
-            check_space(folder, bytes_of_checkpoint(model), "A checkpoint", begin)
         if main:
             remove_cut_short(folder)
             forget_metrics_after(folder, step)
@@ -158,6 +156,8 @@ def train_model(
                 trainer.add_callback(_tensorboard(folder, step))
         trainer.accelerator.wait_for_everyone()
         if train:
+            # Before hours are spent on what cannot be kept, and after what was cut short is gone.
+            check_space(folder, bytes_of_checkpoint(model), "A checkpoint", begin)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if main:
             with full_disk_told(folder):

@@ -31,20 +31,12 @@ class Documents:
     def __len__(self) -> int:
         return len(self.category)
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """(segment, ...) summed over the segments of each document, NaN counting nothing: (document, ...)."""
-        sums = np.zeros((len(self), *values.shape[1:]))
-        for rows in _blocks(values):
-            self.add(sums, rows, np.asarray(values[rows], dtype=np.float64))
-        return sums
-
     def add(self, sums: np.ndarray, rows: slice, values: np.ndarray) -> None:
-        """Add the values of some segments to the sums of their documents."""
+        """Add the values of some segments to the sums of their documents, (document, ...); NaN counts nothing."""
         of = self.of_segment[rows]
         members = csr_array((np.ones(len(of)), (of, np.arange(len(of)))), (len(self), len(of)))
-        sums += (
-            members @ np.nan_to_num(values).reshape(len(of), math.prod(sums.shape[1:]))
-        ).reshape(sums.shape)
+        flat = np.nan_to_num(values).reshape(len(of), math.prod(values.shape[1:]))
+        sums += (members @ flat).reshape(sums.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,17 +211,15 @@ def ratio(
 def _weighted(weights: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """Sums of documents (document, ...) as each draw weighs them: (draw, ...)."""
     drawn = np.empty((len(weights), *sums.shape[1:]))
-    for first in range(0, len(weights), 100):
-        some = weights[first : first + 100].astype(
-            np.float64
-        )  # whole, they can be larger than a run
-        drawn[first : first + 100] = np.tensordot(some, sums, 1)
+    for first in range(0, len(weights), 100):  # all in float64 could be larger than the run
+        some = slice(first, first + 100)
+        drawn[some] = np.tensordot(weights[some].astype(np.float64), sums, 1)
     return drawn
 
 
 def _blocks(values: np.ndarray) -> Iterator[slice]:
     """Its rows, some megabytes in float64 at a time."""
-    step = max(1, 2**19 // max(1, int(np.prod(values.shape[1:]))))
+    step = max(1, 2**19 // max(1, math.prod(values.shape[1:])))
     for start in range(0, len(values), step):
         yield slice(start, start + step)
 

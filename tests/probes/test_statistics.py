@@ -299,4 +299,6 @@ def test_a_document_is_one_whatever_its_label():
         assert len(documents) == 2
         assert documents.of_segment.tolist() == [1, 0, 1]
         assert documents.category.tolist() == [1, 0]
-        np.testing.assert_array_equal(documents.sums(np.array([1.0, 2.0, 4.0])), [2.0, 5.0])
+        sums = np.zeros(2)
+        documents.add(sums, slice(None), np.array([1.0, 2.0, 4.0]))
+        np.testing.assert_array_equal(sums, [2.0, 5.0])
