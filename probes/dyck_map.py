@@ -125,6 +125,8 @@ class DyckMap(Probe):
         heads; over (execution, head, mark) `mark_mass`, over (execution, mark) `mark_uniform`. NaN for a region or mark
         that no prompt has. Over (looped_layer, visit_pair, head, map_region): `change` (later minus earlier visit) and its
         parts `release` and `retarget`; `..._overall` over (map_region), their means over layers, pairs and heads.
+        `mass_visit_1_overall`, `mass_visit_2_overall`, ... over (map_region): mass at that visit, mean over looped layers (without
+        a loop over all) and heads.
 
         `..._by_shots`: the same with (shots) in front. How many `prompts`, `targets` and `items` there are; `nested`, 1 where
         the prompts are nested ones. `dyck_head_layer`, `dyck_head`: the Dyck head, where `run` holds the search for it.
@@ -184,9 +186,13 @@ class DyckMap(Probe):
         for name, estimate in pooled.items():
             found |= quantities(dims[name], {name: estimate}, family=("change", "retarget"))
             found |= quantities(("shots", *dims[name]), {f"{name}_by_shots": by_shots[name]})
+        overall = {
+            f"mass_visit_{visit}_overall": pooled["mass_mean"][rows].mean(0)
+            for visit, rows in looped_by_visit(data).items()
+        }
         if looped:
-            overall = {f"{n}_overall": pooled[n].mean(0).mean(0).mean(0) for n in PARTS}
-            found |= quantities(("map_region",), overall)
+            overall |= {f"{n}_overall": pooled[n].mean(0).mean(0).mean(0) for n in PARTS}
+        found |= quantities(("map_region",), overall)
         counts = {
             "prompts": len(targets),
             "targets": targets.sum(),
@@ -205,22 +211,21 @@ class DyckMap(Probe):
         targets, prompts, items = (int(summary[name]) for name in ("targets", "prompts", "items"))
         if not targets:
             return f"No target stands in {which}."
-        visits, layers = summary["visit"].values, summary["layer"].values
-        looped = np.isin(layers, layers[visits > 1]) if (visits > 1).any() else visits > 0
+        looped = looped_by_visit(summary)
+        all_looped = np.concatenate(list(looped.values()))
         bos = str(summary["map_region"].values[0])
 
         def by_visit(region: str) -> str:
-            values = summary["mass_mean"].sel(map_region=region).values
-            uniform = float(summary["uniform"].sel(map_region=region)[looped].mean())
+            of_region = summary.sel(map_region=region)
+            uniform = float(of_region["uniform"][all_looped].mean())
             parts = ", ".join(
-                f"{_mean(values[looped & (visits == v)]):.3f} at visit {v}"
-                for v in np.unique(visits[looped])
+                f"{float(of_region[f'mass_visit_{v}_overall']):.3f} at visit {v}" for v in looped
             )
             return f"{parts} (uniform {uniform:.3f})"
 
         text = (
             f"Over {targets} targets in {prompts} {which} ({items} items), mean over "
-            f"{'looped ' * bool((visits > 1).any())}layers and heads: mass on {bos} {by_visit(bos)}"
+            f"{'looped ' * (len(looped) > 1)}layers and heads: mass on {bos} {by_visit(bos)}"
         )
         if not summary["uniform"].sel(map_region=DEMO_ANSWER).notnull().any():
             return f"{text}; no demonstration is answered in them."
@@ -266,8 +271,15 @@ def _parts(values: xr.Dataset, end: str) -> str:
     return f"{shown[0]}, of it {shown[1]} release and {shown[2]} retarget"
 
 
-def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
+def looped_by_visit(data: xr.Dataset) -> dict[int, np.ndarray]:
+    """The executions at each visit of layers that run more than once, of all layers where none does: {visit: (n,)}."""
+    layers, visits = data["layer"].values, data["visit"].values
+    later = visits > 1
+    inside = np.isin(layers, layers[later]) if later.any() else np.ones(len(layers), dtype=bool)
+    return {
+        int(visit): np.flatnonzero(inside & (visits == visit))
+        for visit in np.unique(visits[inside])
+    }
 
 
 def measure_map(rows: Sequence[Rows], attention: Attention, batch: Batch) -> dict[str, Tensor]:

@@ -151,7 +151,7 @@ def rise_by_shots(summary: xr.Dataset) -> go.Figure:
                 where=[f"{k} shots" for k in labels],
                 name=what,
                 colour=GREY if visit == "all" else series_colour(i - 1),
-                n="",
+                n=f"{_targets(summary)} of all shots together",
                 signed=True,
                 mode="lines+markers",
             )

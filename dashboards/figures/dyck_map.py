@@ -1,5 +1,7 @@
 """dyck-map: where heads look when an answer is due, and how that changes between visits."""
 
+from typing import Any
+
 import numpy as np
 import plotly.graph_objects as go
 import xarray as xr
@@ -13,6 +15,7 @@ from smeltscope.dashboards.figures.common import (
     bars,
     chosen,
     differences_scale,
+    errors,
     has_values,
     heat,
     label,
@@ -41,17 +44,13 @@ PAPER_HEAD = (0.35, 0.26)  # release and retarget on answers of the one head in 
 # Regions of a prompt, in the order of `region_name`: Okabe and Ito's, grey for what only separates.
 REGION_COLOURS = ("#000000", "#999999", "#56B4E9", "#D55E00", "#CCCCCC", "#0072B2", "#CC79A7")
 TARGET_PIXELS = 30
+MOST_CROSSES = 40  # points with both intervals drawn: more hide each other
 
 
 def regions_overall(summary: xr.Dataset) -> go.Figure:
     """Mass of each region at each visit, mean over looped layers and heads; its change, split into release and retarget."""
     visits, rows = summary["visit"].values, looped(summary)
-    masses = {
-        int(v): without_interval(
-            summary["mass_mean"].isel(execution=rows & (visits == v)).mean("execution")
-        )
-        for v in np.unique(visits[rows])
-    }
+    masses = {int(v): measured(summary, f"mass_visit_{v}_overall") for v in np.unique(visits[rows])}
     parts = {name: f"{name}_overall" for name in PARTS}
     return _regions(
         summary,
@@ -243,13 +242,19 @@ def split_by_head(
         measured(summary, name).sel(map_region=region, visit_pair=pair) for name in PARTS
     )
     n, figure = _prompts(summary), go.Figure()
+    drawn = int(np.isfinite(retarget["value"].values).sum()) <= MOST_CROSSES
     for i, layer in enumerate(summary["looped_layer"].values.tolist()):
         at = {"looped_layer": i}
+        crosses = [
+            _thin(errors(part.isel(at), GREY)) if drawn else None for part in (release, retarget)
+        ]
         numbers = [said(part.isel(at), "", signed=True) for part in (change, release, retarget)]
         figure.add_trace(
             go.Scatter(
                 x=release["value"].isel(at).values,
                 y=retarget["value"].isel(at).values,
+                error_x=crosses[0],
+                error_y=crosses[1],
                 mode="markers",
                 marker={"color": series_colour(i), "size": 8},
                 name=f"layer {layer}",
@@ -290,10 +295,19 @@ def split_by_head(
     return styled(
         figure,
         f"What changed on {label(region)} from visit {visits_of(pair)[0]} to {visits_of(pair)[1]}, by head",
-        "release: the start token's mass handed out in proportion; retarget: moved there besides",
-        height=520,
+        "release: the start token's mass handed out in proportion; retarget: moved there besides<br>"
+        + (
+            "whiskers: 95 % intervals over items" if drawn else "95 % intervals: hover over a point"
+        ),
+        height=540,
+        top=18,
         bottom=120,
     )
+
+
+def _thin(bars: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Error bars without caps, that stand behind many points."""
+    return None if bars is None else bars | {"thickness": 0.7, "width": 0}
 
 
 def prompt_map(

@@ -131,6 +131,9 @@ def test_numbers_of_ablations(summaries: dict[str, xr.Dataset]) -> None:
     head = trace(halves, "the Dyck head")
     assert head.x[0] == chosen.max()
     assert head.y[0] == float(summary["dyck_head_rise"].sel(ablated_visits="all"))
+    targets = f"{int(summary['targets'].sel(half=1))} targets of all shots together"
+    for line in figures_of(summary)["shots"].data:
+        assert all(text.endswith(targets) for text in line.text)
 
 
 def test_numbers_of_regions(summaries: dict[str, xr.Dataset]) -> None:
@@ -158,6 +161,20 @@ def test_numbers_of_regions(summaries: dict[str, xr.Dataset]) -> None:
         trace(overall, "retarget").y,
         summary["retarget_overall"].sel(map_region=list(overall.layout.xaxis2.ticktext)).values,
     )
+    for visit in (1, 2):  # the mean has its own interval, which is drawn and said
+        bar = trace(overall, f"visit {visit}")
+        there = list(overall.layout.xaxis2.ticktext)
+        value, low, high = (
+            summary[f"mass_visit_{visit}_overall{end}"].sel(map_region=there).values
+            for end in ("", "_low", "_high")
+        )
+        np.testing.assert_allclose(
+            value, summary["mass"].isel(execution=visit - 1).sel(map_region=there).mean("head")
+        )
+        np.testing.assert_array_equal(bar.y, value)
+        np.testing.assert_allclose(bar.y + bar.error_y.array, high)
+        np.testing.assert_allclose(bar.y - bar.error_y.arrayminus, low)
+        assert f"[{low[0]:.4f}, {high[0]:.4f}]" in bar.text[0]
     known = int(summary["dyck_head"])  # one looped layer, two heads
     assert head_of_map(summary) == head_of_map(summary, 0) == (0, known)
     assert f"Attention of head {known} of layer 0" in kinds["head"].draw(summary).layout.title.text
@@ -184,6 +201,16 @@ def test_what_is_released_and_retargeted(summaries: dict[str, xr.Dataset]) -> No
     for end in ("low", "high"):
         assert f"{float(answers[f'release_{end}'][1]):+.4f}" in heads.text[1]
         assert f"{float(answers[f'retarget_{end}'][1]):+.4f}" in heads.text[1]
+    for bars, name in ((heads.error_x, "release"), (heads.error_y, "retarget")):
+        np.testing.assert_allclose(answers[name] + bars.array, answers[f"{name}_high"])
+        np.testing.assert_allclose(answers[name] - bars.arrayminus, answers[f"{name}_low"])
+    assert "whiskers" in figure.layout.title.subtitle.text
+    crowded = xr.concat([summary] * 50, "looped_layer", data_vars="minimal", coords="minimal")
+    crowded = crowded.assign_coords(looped_layer=np.arange(50))
+    crowded = crowded.drop_vars(["dyck_head", "dyck_head_layer"])
+    many = kind.draw(crowded)
+    assert len(many.data) == 51 and all(t.error_y.array is None for t in many.data)
+    assert "hover" in many.layout.title.subtitle.text
     known, ring = int(summary["dyck_head"]), trace(figure, "the Dyck head")
     assert (ring.x[0], ring.y[0]) == (heads.x[known], heads.y[known])
     paper = trace(figure, "the paper's head")
@@ -238,7 +265,11 @@ def test_one_visit(summaries: dict[str, xr.Dataset], patterns: xr.Dataset) -> No
     summary = summaries["dyck-map"]
     first = np.flatnonzero(summary["visit"].values == 1)
     pairs = [n for n in summary.variables if "visit_pair" in summary[n].dims]
-    overall = [n for n in summary.data_vars if "_overall" in str(n)]
+    overall = [
+        str(n)
+        for n in summary.data_vars
+        if "_overall" in str(n) and not str(n).startswith("mass_visit_1_")
+    ]
     once = summary.isel(execution=first).drop_vars([*pairs, *overall])
     rows = np.flatnonzero(patterns["visit"].values == 1)
     figures = figures_of(once, patterns=patterns.isel(execution=rows))

@@ -330,6 +330,45 @@ def test_identical_visits_do_not_shift(run_of, make_checkpoint):
     assert (summary["change"].isel(map_region=0) == 0).all()
 
 
+@pytest.mark.parametrize("variant", ["smelt", "3 visits", "1 visit"])
+def test_mass_at_each_visit_over_looped_layers_and_heads(run_of, make_checkpoint, variant):
+    """Means by hand; their intervals lie between the least and the greatest item."""
+    name, overrides = MODELS[variant]
+    heldout = made_prompts((2, 1, 0, 2, 4, 1, 0, 4, 1, 2, 3, 3))
+    run = run_of(make_checkpoint(name, **overrides), heldout)
+    summary = summarize(run, PROBE, draws=50)
+    layers, visits = summary["layer"].values, summary["visit"].values
+    looped = set(layers[visits > 1]) or set(layers)
+    found = [n for n in summary if str(n).startswith("mass_visit_") and str(n).endswith("_overall")]
+    assert found == [f"mass_visit_{v}_overall" for v in sorted(set(visits))]
+    data, labels = run["dyck_map"].dataset, heldout.prompts.labels
+    half, item = (labels[n][in_order(heldout)] for n in ("half", "item"))
+    segments = np.flatnonzero(half == 1)
+    items = sorted(set(item[segments]))
+    for visit in sorted(set(visits)):
+        rows = [e for e in range(len(layers)) if visits[e] == visit and layers[e] in looped]
+        sums = {i: 0.0 for i in items}
+        counts = dict(sums)
+        for s in segments:  # BOS, which every prompt has
+            sums[item[s]] += data["region_mass_sum"].values[s][rows, :, 0].mean()
+            counts[item[s]] += data["targets"].values[s].sum()
+        mean = sum(sums.values()) / sum(counts.values())
+        bos = summary[f"mass_visit_{visit}_overall"].isel(map_region=0)
+        assert float(bos) == pytest.approx(mean, abs=1e-6)
+        # A mean of draws lies between those of the least and the greatest item alone.
+        alone = [sums[i] / counts[i] for i in items]
+        low, high = (
+            float(summary[f"mass_visit_{visit}_overall_{end}"][0]) for end in ("low", "high")
+        )
+        assert min(alone) - 1e-6 <= low < mean < high <= max(alone) + 1e-6
+    if "change_overall" in summary and len(found) == 2:
+        np.testing.assert_allclose(
+            summary["mass_visit_2_overall"] - summary["mass_visit_1_overall"],
+            summary["change_overall"],
+            atol=1e-12,
+        )
+
+
 def test_three_visits_have_three_pairs(run_of, make_checkpoint):
     summary = summarize(
         run_of(make_checkpoint("smelt", num_visits=3), made_prompts()), PROBE, draws=2
