@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from smeltscope.activations import Variable, capture, decode, editing, head_of, sites_of
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Execution, executions_of
+from smeltscope.probes.dyck_scores import GUESSES
 from smeltscope.probes.loss import measure_loss
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe
 from smeltscope.probes.prompts import by_item
@@ -236,7 +237,8 @@ class DyckHeads(Probe):
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
         """Perplexities of the targets, and their rises under ablation. `X` stands for `head` and `group`.
 
-        Over (half): `perplexity`, `targets`; over (shots, half): `perplexity_by_shots`. Over (half, ablated_visits, looped_layer,
+        Over (half): `perplexity`, `targets`, and what answers by Bayes and guesses would have, as in dyck-scores:
+        `perplexity_bayes_nothing`, ..., `perplexity_guess`; over (shots, half): `perplexity_by_shots`. Over (half, ablated_visits, looped_layer,
         head or kv_head): `X_rise`; over (shots, half, ...): `X_rise_by_shots`; over (half, looped_layer, head or kv_head): `X_interaction`.
 
         What was chosen on half 0, on half 1: `dyck_X_layer` and `dyck_X`, which it is; over (ablated_visits) `dyck_X_rise`,
@@ -252,12 +254,17 @@ class DyckHeads(Probe):
         by_shots = data["targets"].values  # (segment, shots, half)
         by_half = by_shots.sum(1)
         resampling = by_item(run, resampling)
+        chances = {name: run["segments"].dataset[f"label_{name}"].values for name in GUESSES}
         found = {
             **quantities(
                 ("half",),
                 {
                     "perplexity": _perplexity(resampling, data["loss_sum"].values, by_half),
                     "targets": exact(by_half.sum(0)),
+                    **{
+                        f"perplexity_{name}": _perplexity(resampling, -np.log(chance), by_half)
+                        for name, chance in chances.items()
+                    },
                 },
             ),
             **quantities(
@@ -304,6 +311,7 @@ def sentence(summary: xr.Dataset) -> str:
     alone = ", ".join(
         f"{shown('dyck_head_rise', '+.3g', ablated_visits=v)} at visit {v} alone" for v in visits
     )
+    guessed = {name: float(summary[f"perplexity_{name}"][1]) for name in GUESSES}
     groups = ""
     if summary["group_number"] < summary["head_number"]:  # else they are the heads
         groups = (
@@ -314,7 +322,8 @@ def sentence(summary: xr.Dataset) -> str:
     return (
         f"Head {int(summary['dyck_head'])} of layer {int(summary['dyck_head_layer'])} matters most on one half of the nested "
         f"prompts. On the other, ablating it changes the perplexity of the targets from "
-        f"{shown('perplexity', '.3g', half=1)} by {shown('dyck_head_rise', '+.3g', ablated_visits=0)} at all visits, {alone} "
+        f"{shown('perplexity', '.3g', half=1)} (types guessed {guessed['guess']:.3g}, all pairs of the prompt known "
+        f"{guessed['bayes_answers']:.3g}) by {shown('dyck_head_rise', '+.3g', ablated_visits=0)} at all visits, {alone} "
         f"(interaction {shown('dyck_head_interaction', '+.3g')}); the mean head by "
         f"{shown('mean_head_rise', '+.3g', ablated_visits=0)}. It ranks {shown('dyck_head_rank', '.0f')} of "
         f"{int(summary['head_number'])} there; rank correlation of heads between the halves: "

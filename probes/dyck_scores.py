@@ -32,16 +32,10 @@ PLACES = {
     "of_readable": ("readable", "whether every closer of the answer stands in the query's input"),
 }
 
-# What is known of the prompts themselves: answers without the model, and demonstrations left after truncation.
-REFERENCES = (
-    "bayes_nothing",
-    "bayes_query",
-    "bayes_inputs",
-    "bayes_answers",
-    "most_common",
-    "guess",
-    "kept_shots",
-)
+# Answers that use the grammar and not the model, by what is known of which closer belongs to which opener.
+GUESSES = ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "guess")
+# What is known of the prompts themselves: the chance of such answers, and demonstrations left after truncation.
+REFERENCES = (*GUESSES, "most_common", "kept_shots")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +62,8 @@ class DyckScores(Probe):
     the best guess of the whole answer is right where grammar and stack are known but not which closer
     belongs to which opener, given nothing, the query's closed pairs, those of demonstration inputs too, and those of
     demonstration answers too; `most_common`, always the most common answer; `guess`, length known and type uniform,
-    c^-n for n symbols of c choices. Per symbol that guess is right in 1 of c, and its loss is n ln c an answer. Source:
+    c^-n for n symbols of c choices. Each of them but `most_common` has a symbol accuracy, in which a symbol is guessed given
+    those before it, and a loss of the answer, - ln of the chance, the least that can be expected. Source:
     DCLM (arXiv 2406.11794) for `all_right`; arXiv 2609.01343 reports exact match.
     """
 
@@ -149,21 +144,26 @@ class DyckScores(Probe):
 
         Over (shots): `all_right`, `exact`, the shares of prompts answered right; `symbol_accuracy`; `token_loss` and
         `answer_loss`, nats for each token and each answer; the references `bayes_nothing`, `bayes_query`, `bayes_inputs`,
-        `bayes_answers`, `most_common`, `guess`, and what the guess has in the places of the three before:
-        `symbol_accuracy_guess`, `token_loss_guess`, `answer_loss_guess`; `kept_shots`, demonstrations left after
+        `bayes_answers`, `guess`, `most_common`, and what each but the last has in the places of the three before:
+        `symbol_accuracy_bayes_query`, `token_loss_guess`, ...; `kept_shots`, demonstrations left after
         truncation; how many `prompts` and `items` there are. `all_right_sd`, `exact_sd`: standard deviation over prompt seeds (n - 1) of
         `all_right_by_seed`, `exact_by_seed` over (shots, prompt_seed). Over (shots, readable): `all_right_by_readable`,
         `exact_by_readable`, the references' `..._by_readable`, `items_by_readable`: 1 where every closer of the answer already stands
         in the query's input.
 
-        Of prompts of kind `nested`, over (shots): `nested_token_loss`, `nested_answer_loss`, and how many `nested_prompts` and `nested_items` there are.
+        Of prompts of kind `nested`, over (shots): `nested_token_loss`, `nested_answer_loss`, their references
+        `nested_token_loss_bayes_query`, ..., and how many `nested_prompts` and `nested_items` there are.
         """
         data, labels = run["dyck_scores"].dataset, run["segments"].dataset
         if "exact" not in data:
             return {}
         items = by_item(run, resampling)
         values = {str(name): array.values for name, array in data.data_vars.items()}
-        values |= {name: labels[f"label_{name}"].values for name in REFERENCES}
+        values |= {
+            name: labels[f"label_{name}"].values
+            for name in (*REFERENCES, *(f"right_symbols_{guess}" for guess in GUESSES))
+        }
+        values |= {f"loss_{guess}": -np.log(values[guess]) for guess in GUESSES}
         of_shots, of_seed, of_readable = (values[name] > 0 for name in PLACES)  # (segment, ...)
         scored, nested = (
             (labels["label_kind"].values == kind)[:, None] & of_shots
@@ -178,12 +178,6 @@ class DyckScores(Probe):
             counts = groups if per is None else groups * values[per].reshape(shape)
             return items.ratio(np.where(groups, values[name].reshape(shape), 0.0), counts)
 
-        # An answer of n symbols is guessed with the chance c^-n: each symbol with its n-th root, at n ln c nats in all. A
-        # token that bears several has their product.
-        values["right_symbols_guess"] = values["symbols"] * values["guess"] ** (
-            1 / np.maximum(values["symbols"], 1)
-        )
-        values["loss_guess"] = -np.log(values["guess"])
         rights = ("all_right", "exact")
         seeds = {f"{name}_by_seed": mean(name, by_seed) for name in rights}
         by_shots = {name: mean(name, scored) for name in (*rights, *REFERENCES)}
@@ -191,9 +185,6 @@ class DyckScores(Probe):
             "symbol_accuracy": mean("right_symbols", scored, "symbols"),
             "token_loss": mean("loss_sum", scored, "answer_tokens"),
             "answer_loss": mean("loss_sum", scored),
-            "symbol_accuracy_guess": mean("right_symbols_guess", scored, "symbols"),
-            "token_loss_guess": mean("loss_guess", scored, "answer_tokens"),
-            "answer_loss_guess": mean("loss_guess", scored),
             "nested_token_loss": mean("loss_sum", nested, "answer_tokens"),
             "nested_answer_loss": mean("loss_sum", nested),
             "prompts": exact(scored.sum(0)),
@@ -201,6 +192,15 @@ class DyckScores(Probe):
             "nested_prompts": exact(nested.sum(0)),
             "nested_items": _items(labels, nested),
         }
+        for guess in GUESSES:
+            right, loss = f"right_symbols_{guess}", f"loss_{guess}"
+            by_shots |= {
+                f"symbol_accuracy_{guess}": mean(right, scored, "symbols"),
+                f"token_loss_{guess}": mean(loss, scored, "answer_tokens"),
+                f"answer_loss_{guess}": mean(loss, scored),
+                f"nested_token_loss_{guess}": mean(loss, nested, "answer_tokens"),
+                f"nested_answer_loss_{guess}": mean(loss, nested),
+            }
         by_shots |= {
             f"{name}_sd": exact(_spread(seeds[f"{name}_by_seed"].value)) for name in rights
         }

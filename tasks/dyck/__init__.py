@@ -18,10 +18,12 @@ from smeltscope.tasks.dyck.items import (
     Item,
     ItemSet,
     bayes,
+    candidates,
     guess,
     most_common_answer,
     read_items,
     readable,
+    right_tokens,
     sets_of_items,
 )
 from smeltscope.tasks.dyck.pairing import (
@@ -47,6 +49,7 @@ __all__ = [
     "Word",
     "bayes",
     "branching_word",
+    "candidates",
     "completion",
     "count_prefixes",
     "count_words",
@@ -63,6 +66,7 @@ __all__ = [
     "read_items",
     "read_template",
     "readable",
+    "right_tokens",
     "sample_prefix",
     "sample_word",
     "sets_of_items",

@@ -105,31 +105,52 @@ def sets_of_items(items: Sequence[Item], shots: int, seed: int) -> list[ItemSet]
     return sets
 
 
-def bayes(item_set: ItemSet, k: int) -> dict[str, float]:
-    """Chance that the best guess of the query's whole answer is right, at `k` shots, by evidence.
+def candidates(item_set: ItemSet, k: int) -> dict[str, tuple[int, ...]]:
+    """How many closers are equally likely for each symbol of the query's answer, at `k` shots, by evidence.
 
-    For one who knows grammar and stack, but holds all injective maps of the openers into the
-    pairing's `choices` for equally likely. With r types of known closer and u types that the answer
-    needs beyond them, it is 1 / ((c - r) (c - r - 1) ... (c - r - u + 1)) for c choices. What is
-    known: "nothing"; "query", the pairs that the query's input closes; "inputs", also those of the
-    demonstrations' inputs; "answers", also those of the demonstrations' answers.
+    For one who knows grammar, stack and the answer's symbols before, but holds all injective maps of the openers into
+    the pairing's `choices` for equally likely: 1 where the closer of the symbol's type is known, else the choices that
+    no known type has. What is known: "nothing"; "query", the pairs that the query's input closes; "inputs", also those of
+    the demonstrations' inputs; "answers", also those of the demonstrations' answers.
     """
     query, shown = item_set.query, item_set.demonstrations[:k]
     by_query = closed_types(query.prefix)
     by_inputs = by_query.union(*(closed_types(item.prefix) for item in shown))
     by_answers = by_inputs.union(*(closed_types(item.answer) for item in shown))
-    needed = closed_types(query.answer)
-    choices = len(query.pairing.choices)
     evidence = {
         "nothing": frozenset[int](),
         "query": by_query,
         "inputs": by_inputs,
         "answers": by_answers,
     }
-    return {
-        name: 1 / math.perm(choices - len(known), len(needed - known))
-        for name, known in evidence.items()
-    }
+    return {name: _candidates(query, known) for name, known in evidence.items()}
+
+
+def _candidates(query: Item, known: frozenset[int]) -> tuple[int, ...]:
+    numbers = []
+    for symbol in query.answer:
+        numbers.append(1 if ~symbol in known else len(query.pairing.choices) - len(known))
+        known |= {~symbol}
+    return tuple(numbers)
+
+
+def bayes(item_set: ItemSet, k: int) -> dict[str, float]:
+    """Chance that the best guess of the query's whole answer is right, at `k` shots, by evidence as in `candidates`.
+
+    With r types of known closer and u types that the answer needs beyond them, it is
+    1 / ((c - r) (c - r - 1) ... (c - r - u + 1)) for c choices. - ln of it is the least expected loss of the answer, in nats.
+    """
+    return {name: 1 / math.prod(numbers) for name, numbers in candidates(item_set, k).items()}
+
+
+def right_tokens(numbers: Sequence[int], bears: Sequence[int]) -> float:
+    """How many of the answer's tokens the best guess of each has right on average, given those before it.
+
+    `numbers`: how many closers are equally likely for each symbol; `bears`: how many symbols each token bears. A token
+    is right if all of its symbols are.
+    """
+    left = iter(numbers)
+    return sum(1 / math.prod(islice(left, count)) for count in bears)
 
 
 def closed_types(word: Word) -> frozenset[int]:

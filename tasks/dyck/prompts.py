@@ -16,9 +16,11 @@ from smeltscope.tasks.dyck.items import (
     Item,
     ItemSet,
     bayes,
+    candidates,
     guess,
     most_common_answer,
     readable,
+    right_tokens,
 )
 from smeltscope.tasks.dyck.segments import (
     DEMO_ANSWER,
@@ -107,7 +109,7 @@ def make_prompts(
                 "prompt_seed": seed,
                 "half": i % 2,
                 "most_common": int(item_set.query.answer_symbols == common),
-                **_labels(item_set),
+                **_labels(item_set, segment),
                 "shots": k,
             }
             made.append((segment, labels))
@@ -139,7 +141,7 @@ def parse_prompt(
         "prompt_seed": 0,
         "half": 0,
         "most_common": 1,
-        **_labels(item_set),
+        **_labels(item_set, segment),
     }
     return _gather([(segment, labels)], template, reader, list(reader.notes))
 
@@ -221,18 +223,22 @@ def _pieces(item_set: ItemSet, template: Template) -> Pieces:
     return pieces
 
 
-def _labels(item_set: ItemSet) -> dict[str, Any]:
-    """How many demonstrations a query kept, and what its score is held against."""
+def _labels(item_set: ItemSet, segment: Segment) -> dict[str, Any]:
+    """How many demonstrations a query kept, and what its scores are held against."""
     query, shots = item_set.query, len(item_set.demonstrations)
-    best = bayes(item_set, shots)
+    numbers = candidates(item_set, shots)
+    alike = [len(query.pairing.choices)] * len(query.answer)
+    bears = segment.bears.tolist()
     return {
         "shots": shots,
         "kept_shots": shots,
         "item": query.name,
         "symbols": len(query.answer),
         "readable": int(readable(query)),
-        **{f"bayes_{given}": best[given] for given in ("nothing", "query", "inputs", "answers")},
+        **{f"bayes_{given}": chance for given, chance in bayes(item_set, shots).items()},
         "guess": guess(query),
+        **{f"right_symbols_bayes_{given}": right_tokens(n, bears) for given, n in numbers.items()},
+        "right_symbols_guess": right_tokens(alike, bears),
     }
 
 

@@ -37,6 +37,7 @@ class Segment:
     regions: np.ndarray  # (length,) int8
     answers: np.ndarray  # (answer tokens,) int64
     targets: np.ndarray  # (targets,) int64
+    bears: np.ndarray  # (targets,) int64: symbols that each target bears
     marks: dict[str, np.ndarray]  # (targets, length) bool
     states: dict[str, np.ndarray]  # (length,) int32
     straddling: np.ndarray  # ids of the tokens that lie over two regions
@@ -77,12 +78,13 @@ def make_segment(reader: Reader, pieces: Pieces, items: Sequence[Item]) -> Segme
     tokens = first + reader.bearers(spans, text, np.concatenate(characters))
     of_pieces = np.split(tokens, np.cumsum([len(of_piece) for of_piece in characters[:-1]]))
     inputs, answers = of_pieces[: len(items)], of_pieces[len(items) :]
-    targets = np.unique(answers[-1])
+    targets, bears = np.unique(answers[-1], return_counts=True)
     return Segment(
         ids=ids.astype(np.int32),
         regions=regions.astype(np.int8),
         answers=np.arange(first + spans.prompt, len(ids)),
         targets=targets,
+        bears=bears,
         marks=_marks(items, inputs, answers, targets, len(ids)),
         states=_states(items, inputs, len(ids)),
         straddling=spans.ids[straddles],

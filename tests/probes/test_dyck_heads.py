@@ -23,6 +23,7 @@ from smeltscope.model import (
 )
 from smeltscope.probes import RunOptions, run_probes, summarize
 from smeltscope.probes.dyck_heads import DyckHeads
+from smeltscope.probes.dyck_scores import GUESSES
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
 
 Segment = dict[str, Any]  # ids, targets and labels of a prompt
@@ -33,7 +34,8 @@ def made_prompts(segments: Sequence[Segment]) -> HeldOut:
     ids = [np.asarray(s["ids"], dtype=np.int32) for s in segments]
     targets = [np.asarray(s["targets"], dtype=np.int64) for s in segments]
     defaults = {"kind": "nested", "prompt_seed": 0}
-    names = ("kind", "shots", "prompt_seed", "item", "half")
+    defaults |= {name: 2.0**-i for i, name in enumerate(GUESSES)}  # chances of the whole answer
+    names = (*defaults, "shots", "item", "half")
     return HeldOut(
         tokens=np.concatenate(ids),
         offsets=np.cumsum([0, *map(len, ids)]).astype(np.int64),
@@ -396,7 +398,10 @@ def test_summary_like_slow_averages(search):
     assert summary["ablated_visits"].values.tolist() == ["all", "1", "2", "3"]
     low, high = (summary[f"dyck_head_rise_{end}"] for end in ("low", "high"))
     assert (low <= high).all() and np.isfinite(low).all()
-    assert "at visit 3 alone" in DyckHeads().sentence(summary)
+    for i, name in enumerate(GUESSES):  # i bits for the three targets
+        np.testing.assert_allclose(summary[f"perplexity_{name}"], 2 ** (i / 3))
+    text = DyckHeads().sentence(summary)
+    assert "at visit 3 alone" in text and "types guessed 2.52" in text
 
 
 def test_in_bfloat16(search):

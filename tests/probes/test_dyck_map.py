@@ -13,7 +13,7 @@ from smeltscope.activations import open_run
 from smeltscope.probes import Resampling, RunOptions, run_probes, summarize
 from smeltscope.probes.compare import compare
 from smeltscope.probes.dyck_map import LEARNED_SINK, DyckMap, split_change
-from smeltscope.probes.dyck_scores import DyckScores
+from smeltscope.probes.dyck_scores import GUESSES, REFERENCES, DyckScores
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
 from smeltscope.tasks.dyck.segments import MARKS, REGIONS
 
@@ -401,8 +401,7 @@ def test_bfloat16_is_near_float32(run_of, make_checkpoint):
 
 def test_with_the_other_probes_of_prompts(run_of, make_checkpoint):
     """Labels of segments have the names of dimensions: that must not change a number."""
-    names = ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "most_common")
-    names += ("guess", "kept_shots")
+    names = [*REFERENCES, *(f"right_symbols_{name}" for name in GUESSES)]
     heldout = made_prompts(**{name: np.full(8, 0.5) for name in names})
     alone = summarize(run_of(make_checkpoint("smelt"), heldout), PROBE, draws=20)
     run = run_of(make_checkpoint("smelt"), heldout, [PROBE, DyckScores()])

@@ -1,5 +1,6 @@
 """dyck-scores against whole logits, transformers' own generate on every prompt, and averages in plain loops."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,19 @@ import torch
 from smeltscope.activations import open_run
 from smeltscope.probes import Resampling, RunOptions, run_probes, summarize
 from smeltscope.probes.compare import compare
-from smeltscope.probes.dyck_scores import MORE_TOKENS, REFERENCES, DyckScores, Generation
+from smeltscope.probes.dyck_scores import (
+    GUESSES,
+    MORE_TOKENS,
+    REFERENCES,
+    DyckScores,
+    Generation,
+)
 from smeltscope.probes.prompts import by_item
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
 from smeltscope.tasks.dyck import REGIONS
 
 PROBE = DyckScores()
+KNOWN = (*REFERENCES, *(f"right_symbols_{name}" for name in GUESSES))  # labels of every prompt
 TEXTS = (")", "]", " ", ") ]", "\n", " )", "} ", " ]", "  ", "]\n", ">")
 SMALL = {"num_physical_layers": 3, "loop_start": 1, "loop_stop": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +54,7 @@ def made_heldout(
         "kind": ["scored"] * number,
         "item": [f"item {i}" for i in range(number)],
         **dict.fromkeys(("shots", "prompt_seed", "half", "readable"), [0] * number),
-        **{name: [0.5] * number for name in REFERENCES},
+        **{name: [0.5] * number for name in KNOWN},
         **labels,
     }
     known = {name: np.array(values) for name, values in known.items()}
@@ -319,7 +327,7 @@ def labelled(number: int, seed: int = 0) -> tuple[list, dict[str, Any]]:
         "prompt_seed": [row[3] for row in rows],
         "half": [row[1] % 2 if row[0] == "nested" else 0 for row in rows],
         "readable": [row[1] % 3 == 0 for row in rows],
-        **{name: rng.random(len(rows)) for name in REFERENCES},
+        **{name: rng.random(len(rows)) for name in KNOWN},
     }
     labels["readable"] = [int(value) for value in labels["readable"]]
     return pairs, labels
@@ -392,13 +400,19 @@ def test_summary_like_slow_averages(labelled_run):
                 for r in range(2) if name != "kept_shots" else ():
                     part = labels[name][at & (labels["readable"] == r)].mean()
                     np.testing.assert_allclose(summary[f"{name}_by_readable"][i, r], part)
-            symbols, guess = data["symbols"][at], labels["guess"][at]
-            right = sum(n * g ** (1 / max(n, 1)) for n, g in zip(symbols, guess, strict=True))
-            np.testing.assert_allclose(summary["symbol_accuracy_guess"][i], right / symbols.sum())
-            nats = -np.log(guess).sum()
-            tokens = data["answer_tokens"][at].sum()
-            np.testing.assert_allclose(summary["token_loss_guess"][i], nats / tokens)
-            np.testing.assert_allclose(summary["answer_loss_guess"][i], nats / at.sum())
+            symbols = data["symbols"][at].sum()
+            for name in GUESSES:
+                right = labels[f"right_symbols_{name}"][at].sum() / symbols
+                np.testing.assert_allclose(summary[f"symbol_accuracy_{name}"][i], right)
+        for name in GUESSES:
+            for kind, part in (("", at), ("nested_", inside)):
+                if part.any():
+                    nats = sum(-math.log(chance) for chance in labels[name][part])
+                    tokens = data["answer_tokens"][part].sum()
+                    loss = (summary[f"{kind}{of}_loss_{name}"][i] for of in ("token", "answer"))
+                    np.testing.assert_allclose(
+                        list(map(float, loss)), [nats / tokens, nats / part.sum()]
+                    )
 
 
 def test_items_are_drawn_whole_and_within_their_kind(labelled_run):

@@ -31,6 +31,16 @@ DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that h
 ENDS = ("_low", "_high", "_low_all", "_high_all")  # of intervals
 FEW = 4  # quantities of a table that nobody has chosen
 
+# Scores of Dyck answers that have a guess by Bayes and one by chance beside them.
+ANSWER_SCORES = (
+    "symbol_accuracy",
+    "token_loss",
+    "answer_loss",
+    "nested_token_loss",
+    "nested_answer_loss",
+)
+GUESSES = ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "guess")
+
 # The tables of each probe, where its first quantities would not do. What holds no value is left out anyway.
 TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "attention-sink": (
@@ -68,8 +78,8 @@ TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "loss": (("loss",), ("swept_loss", "swept_change", "swept_kl"), ("loss_by_position",)),
     "dyck-scores": (
         ("exact", "all_right", "symbol_accuracy", "answer_loss", "kept_shots"),
-        ("token_loss", "token_loss_guess", "symbol_accuracy_guess", "answer_loss_guess"),
-        ("bayes_nothing", "bayes_query", "bayes_inputs", "bayes_answers", "most_common", "guess"),
+        (*GUESSES, "most_common"),
+        *((score, *(f"{score}_{guess}" for guess in GUESSES)) for score in ANSWER_SCORES),
         ("exact_by_readable", "all_right_by_readable"),
         ("bayes_query_by_readable", "bayes_inputs_by_readable", "bayes_answers_by_readable"),
         ("guess_by_readable", "most_common_by_readable", "items_by_readable"),

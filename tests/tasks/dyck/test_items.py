@@ -16,11 +16,13 @@ from smeltscope.tasks.dyck import (
     ItemSet,
     Pairing,
     bayes,
+    candidates,
     depths,
     guess,
     most_common_answer,
     read_items,
     readable,
+    right_tokens,
     sample_prefix,
     sets_of_items,
 )
@@ -238,25 +240,42 @@ def test_one_pairing_in_a_set():
 # ---------------------------------------------------------------- evidence
 
 
-def by_enumeration(item_set, k):
-    """Bayes the slow way: all maps that would have written what is seen, and their answers."""
+def maps_by_evidence(item_set, k):
+    """All maps that would have written what is seen, by what that is."""
     pairing = item_set.query.pairing
     maps = [
         Pairing(openers=pairing.openers, closers="".join(closers), choices=pairing.choices)
         for closers in permutations(pairing.choices, len(pairing.openers))
     ]
-    seen = [
-        [],
-        [item_set.query.prefix],
-        [shown.prefix for shown in item_set.demonstrations[:k]],
-        [shown.answer for shown in item_set.demonstrations[:k]],
-    ]
-    chances = {}
-    for name, words in zip(("nothing", "query", "inputs", "answers"), seen, strict=True):
-        maps = [m for m in maps if all(m.write(w) == pairing.write(w) for w in words)]
-        answers = Counter(m.write(item_set.query.answer) for m in maps)
-        chances[name] = max(answers.values()) / len(maps)
-    return chances
+    seen = {
+        "nothing": [],
+        "query": [item_set.query.prefix],
+        "inputs": [shown.prefix for shown in item_set.demonstrations[:k]],
+        "answers": [shown.answer for shown in item_set.demonstrations[:k]],
+    }
+    for name, words in seen.items():
+        for word in words:
+            maps = that_write(maps, word, pairing)
+        yield name, maps
+
+
+def that_write(maps, word, pairing):
+    return [m for m in maps if m.write(word) == pairing.write(word)]
+
+
+def right_one_by_one(maps, query, bears):
+    """How many tokens of the answer the likeliest symbols have right, the true ones before them known."""
+    right, done = 0.0, 0
+    for count in bears:
+        token, done = query.answer[done : done + count], done + count
+        right += of_most(maps, token)
+        maps = that_write(maps, token, query.pairing)
+    return right
+
+
+def of_most(maps, word):
+    """The chance of the symbols that most maps write."""
+    return max(Counter(m.write(word) for m in maps).values()) / len(maps)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +301,15 @@ def test_bayes_against_all_maps(pairing):
         item_set = ItemSet(query=draw(), demonstrations=tuple(draw() for _ in range(3)))
         for k in range(4):
             chances = bayes(item_set, k)
-            assert chances == pytest.approx(by_enumeration(item_set, k))
+            answer = item_set.query.answer
+            left = dict(maps_by_evidence(item_set, k))
+            assert chances == pytest.approx({name: of_most(m, answer) for name, m in left.items()})
+            for bears in ([1] * len(answer), [1, *[len(answer) - 1] * (len(answer) > 1)]):
+                numbers = candidates(item_set, k)
+                right = {name: right_tokens(n, bears) for name, n in numbers.items()}
+                assert right == pytest.approx(
+                    {name: right_one_by_one(m, item_set.query, bears) for name, m in left.items()}
+                )
             assert list(chances.values()) == sorted(chances.values())  # more is never worse
             found |= set(chances.values())
     assert len(found) >= min(types, 3)
@@ -300,6 +327,12 @@ def test_bayes_by_hand():
     assert chances["answers"] == pytest.approx(1 / 13)  # < is known, { not
     # of the usual four, three are enough
     assert bayes(ItemSet(query=item("()[]{}<"), demonstrations=()), 0)["query"] == 1
+
+
+def test_tokens_of_several_symbols_by_hand():
+    assert right_tokens((4, 1, 3), [1, 1, 1]) == pytest.approx(1 / 4 + 1 + 1 / 3)
+    assert right_tokens((4, 1, 3), [2, 1]) == pytest.approx(1 / 4 + 1 / 3)
+    assert right_tokens((4, 4, 3), [3]) == pytest.approx(1 / 48)
 
 
 def test_baselines_by_hand():

@@ -357,6 +357,11 @@ def test_a_prompt_by_hand():
         "bayes_answers": 1 / 2,
         "most_common": 1,
         "guess": 1 / 16,
+        "right_symbols_bayes_nothing": 1 / 4 + 1 / 3,
+        "right_symbols_bayes_query": 1 / 3 + 1 / 2,
+        "right_symbols_bayes_inputs": 1 + 1 / 2,
+        "right_symbols_bayes_answers": 1 + 1 / 2,
+        "right_symbols_guess": 1 / 4 + 1 / 4,
         "straddling": 1,
     }
     assert prompts.stop == "\n"
@@ -680,6 +685,54 @@ def test_typed_prompts(tokenizers):
             np.testing.assert_array_equal(one, other)
 
 
+def test_typed_prompts_with_pairs_of_their_own(tokenizers):
+    """Drawn ones read from their text are what they were drawn as: regions, marks, states and chances of guessing."""
+    tokenizer = tokenizers.setdefault("bytes", KINDS["bytes"]())
+    refused = whole = 0
+    for seed, reveal in enumerate(["answers", "inputs", "both"] * 8):
+        [item_set] = generate_sets(1, 4, seed, pairing="in-context", reveal=reveal)
+        template = (BIG, TEMPLATES["dclm"], ARROWS)[seed % 3]
+        options = {"template": template, "context": 900}
+        made = make_prompts([item_set], tokenizer, shots=[4], seed=0, **options)
+        text = written(item_set, 4, template)
+        text = text[: len(text) - 2 * len(item_set.query.answer)]
+        needed = {~symbol for symbol in item_set.query.answer}
+        words = [item_set.query.prefix, *(i.prefix + i.answer for i in item_set.demonstrations)]
+        if not needed <= {~symbol for word in words for symbol in word if symbol < 0}:
+            refused += 1
+            with pytest.raises(SmeltscopeError, match="which the prompt never shows"):
+                parse_prompt(text, tokenizer, **options)
+            continue
+        typed = parse_prompt(text, tokenizer, **options)
+        of_typed, of_made = typed.prompts, made.prompts
+        if {symbol for word in words for symbol in word if symbol >= 0} == {0, 1, 2, 3}:
+            whole += 1  # of fewer types the others would have other numbers
+            for one, other in zip(all_arrays(made), all_arrays(typed), strict=True):
+                np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(typed.tokens, made.tokens)
+        np.testing.assert_array_equal(of_typed.regions[0], of_made.regions[0])
+        for name in ("stack_top_opener", "right_demo_answer", "local"):
+            np.testing.assert_array_equal(of_typed.marks[name][0], of_made.marks[name][0])
+        for name in ("depth", "match", "closer"):
+            np.testing.assert_array_equal(of_typed.states[name][0], of_made.states[name][0])
+        for name in ("guess", "readable", *(f"bayes_{g}" for g in ("nothing", "query", "answers"))):
+            assert of_typed.labels[name] == of_made.labels[name]
+        told = typed.documents[0].id
+        assert all(f"by {symbol}" in told for symbol in item_set.query.answer_symbols)
+    assert refused <= 8 and whole > 8  # refused where nothing had to be revealed
+
+    # Usual closers that close other brackets, without spaces; a pair that the query alone shows.
+    found = parse_prompt(
+        "Input: ([\nOutput: )]\nInput: {!([\nOutput:", tokenizer, template=BIG, context=300
+    )
+    assert tokenizer.decode(found.segment(0)[1:]).endswith("Output: ) ]")
+    assert found.documents[0].id == "prompt, ( by ], [ by ), { by !, typed 1 shots"
+    # What the prompt shows is usual: so is the rest.
+    found = parse_prompt("Input: ( ) [\nOutput:", tokenizer, template=BIG, context=300)
+    assert tokenizer.decode(found.segment(0)[1:]).endswith("Output: ]")
+    assert found.documents[0].id == "prompt, typed 0 shots"
+
+
 def all_arrays(found):
     prompts = found.prompts
     lists = [prompts.regions, prompts.answers, prompts.targets, *prompts.marks.values()]
@@ -694,13 +747,41 @@ def all_arrays(found):
         ("Input: ( [\nOutput: ]", 'does not end in "Output:"'),
         ("Input: (\nOutput: )\nInput: [", 'does not end in "Output:"'),
         ("Input: ( x\nOutput:", "input 1, '( x': Symbol 2 is 'x', no bracket"),
-        ("Input: ( ]\nOutput:", "input 1, '( ]': Symbol 2 closes another type"),
+        ("Input: (\nOutput: x\nInput: (\nOutput:", "answer 1, 'x': Symbol 1 is 'x', no bracket"),
+        ("Input: ( ]\nOutput:", "input 1, '( ]': No bracket is left open"),
         ("Input: ) (\nOutput:", "Symbol 1 closes a bracket but none is open"),
         ("Input: ( )\nOutput:", "input 1, '( )': No bracket is left open"),
         ("Input:\nOutput:", "input 1, '': No bracket is left open"),
         (
             "Input: (\nOutput: ]\nInput: [\nOutput:",
-            "answer 1, ']', does not close input 1: write ')'",
+            "needs what closes [, which the prompt never shows, and its pairs are not the usual ones: ( is closed by ]",
+        ),
+        ("Input: ! (\nOutput:", "input 1, '! (': Symbol 1 closes a bracket but none is open"),
+        (
+            "Input: ( !\nOutput: \nInput: ( (\nOutput: # !\nInput: (\nOutput:",
+            "closes ( by ! in input 1 and by # in answer 2: in one prompt a bracket has one closer",
+        ),
+        ("Input: ( ) ( [ ] ( ]\nOutput:", "closes ( by ) in input 1 and by ] in input 1"),
+        (
+            "Input: (\nOutput: !\nInput: [ ! (\nOutput:",
+            "closes ( by ! in answer 1 and [ too in input 2: each bracket needs a closer of its own",
+        ),
+        (
+            "Input: ( [\nOutput: !\nInput: [\nOutput:",
+            "answer 1, '!', does not close input 1: it leaves ( open",
+        ),
+        (
+            "Input: ( (\nOutput: !\nInput: (\nOutput:",
+            "answer 1, '!', does not close input 1: write '! !'",
+        ),
+        (
+            "Input: (\nOutput: ! (\nInput: (\nOutput:",
+            "answer 1, '! (', does not close input 1: write '!'",
+        ),
+        ("Input: (\nOutput: ! !\nInput: (\nOutput:", "answer 1, '! !': Symbol 2 closes a bracket"),
+        (
+            "Input: ( ) (\nOutput: ) )\nInput: (\nOutput:",
+            "answer 1, ') )': Symbol 2 closes a bracket",
         ),
         ("Input: (\nOutput:\nInput: [\nOutput:", "answer 1, '', does not close input 1"),
         ("Input: (\nInput: [\nOutput:", "Before input 1 the prompt has a shot that is not whole"),
