@@ -20,6 +20,7 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint, Execution, executions_of
 from smeltscope.probes.prompts import layout_of
 from smeltscope.tasks import HeldOut, dyck
+from smeltscope.tasks.dyck.generate import REVEALS
 from smeltscope.tasks.dyck.spans import reader_of
 
 MOST_KEPT = 4  # prompts whose attention is kept; older ones run again
@@ -65,15 +66,31 @@ class Live:
         self._loaded: tuple[int, Checkpoint] | None = None
         self._kept: OrderedDict[str, Example] = OrderedDict()
 
-    def draw(self, run: int, shots: int, seed: int, types: int) -> tuple[str, int]:
+    def draw(
+        self, run: int, shots: int, seed: int, types: int, pairs: str = "usual"
+    ) -> tuple[str, int]:
         """The text of a prompt of so many demonstrations, drawn by `seed` from so many bracket types, and how many of them
         fit into the context: as in `probe dyck` the others are left out.
+
+        `pairs` are "usual", or drawn too and revealed by "answers", "inputs" or "both".
         """
         if not 0 <= shots <= MOST_SHOTS:
             raise SmeltscopeError(f"A prompt has 0 to {MOST_SHOTS} shots, not {shots}.")
         if seed < 0:
             raise SmeltscopeError(f"A seed is 0 or more, not {seed}.")
-        sets = dyck.generate_sets(1, shots, seed, types=types)
+        if pairs != "usual" and pairs not in REVEALS:
+            raise SmeltscopeError(
+                f"Pairs are usual, or revealed by {', '.join(REVEALS)}, not {pairs!r}."
+            )
+        usual = pairs == "usual"
+        sets = dyck.generate_sets(
+            1,
+            shots,
+            seed,
+            types=types,
+            pairing="usual" if usual else "in-context",
+            reveal="both" if usual else pairs,
+        )
         with self._lock:
             layout = layout_of(self._checkpoint(run), self._template)
         made = dyck.make_prompts(sets, shots=[shots], seed=seed, **layout)

@@ -198,7 +198,7 @@ def add_viewer_routes(
     def draw() -> flask.Response:
         given = _json()
         wanted = {name: _whole(given, name) for name in ("run", "shots", "seed", "types")}
-        text, shots = live().draw(**wanted)
+        text, shots = live().draw(**wanted, pairs=str(given.get("pairs", "usual")))
         return flask.jsonify(text=text, shots=shots)
 
     @routes.post("/live")

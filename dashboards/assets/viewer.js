@@ -489,18 +489,20 @@
       this.shots = number("Shots", 4, 0, 64);
       this.seed = number("Seed", 0, 0, 999999);
       this.types = number("Bracket types", 4, 1, 4);
+      const pairs = { usual: "usual", answers: "new, shown in answers", inputs: "new, shown in inputs", both: "new, shown anywhere" };
+      this.pairs = h("select", { "aria-label": "Pairs" }, Object.entries(pairs).map(([value, text]) => h("option", { value }, text)));
       this.button = h("button", { type: "button", "aria-expanded": "false", onclick: () => this.toggle() }, "Prompt\u2026");
       this.element = h("form", { class: "sv-composer", hidden: true, "aria-label": "Run a prompt", onsubmit: (event) => { event.preventDefault(); this.run(); } },
         this.text,
         h("div", { class: "sv-row" },
           h("button", { type: "submit", class: "sv-strong", title: "Ctrl+Enter" }, "Run"),
           h("span", { class: "sv-space" }),
-          labelled("Shots", this.shots), labelled("Seed", this.seed), labelled("Bracket types", this.types),
+          labelled("Shots", this.shots), labelled("Seed", this.seed), labelled("Bracket types", this.types), labelled("Pairs", this.pairs),
           h("button", { type: "button", onclick: () => this.draw() }, "Draw a prompt"),
           h("button", { type: "button", onclick: () => this.takeText() }, "Text of the example")),
         h("p", { id: "sv-composer-note", class: "sv-note" },
           this.drawn = h("b", {}),
-          "Words around inputs and answers as in a prompt drawn here; the last input has no answer. Brackets close as usual. Ctrl+Enter runs."));
+          "Words around inputs and answers as in a prompt drawn here; the last input has no answer. Brackets close as usual, or otherwise where the prompt itself shows how. Ctrl+Enter runs."));
     }
 
     onKey(event) {
@@ -529,7 +531,7 @@
     async draw() {
       const { viewer } = this, [shots, seed, types] = [this.shots, this.seed, this.types].map((input) => Number(input.value));
       await viewer.guarded(async () => {
-        const drawn = await viewer.source.draw({ run: viewer.state.run, shots, seed, types });
+        const drawn = await viewer.source.draw({ run: viewer.state.run, shots, seed, types, pairs: this.pairs.value });
         this.text.value = drawn.text;
         this.drawn.textContent = drawn.shots < shots ? `Of ${shots} shots ${drawn.shots} fit into the model's context. ` : "";
         this.run();
@@ -1481,7 +1483,8 @@
       const { view, state } = this, { layer, head } = state, rise = this.rise(layer, head);
       this.title.replaceChildren(`Layer ${layer}, head ${head}`, this.isDyck(layer, head) ? h("b", { class: "sv-badge" }, "Dyck head") : "");
       const atVisits = this.executions.map((e) => `, ${signed(this.rise(layer, head, String(e.visit)), significant)} at visit ${e.visit}`).join("");
-      this.facts.textContent = `BOS mass ${this.executions.map((e) => mass(view.massOn(e.index, head))).join(" \u2192 ")}, mean over targets` +
+      // The title of a prompt that was typed names pairs that are not the usual ones.
+      this.facts.textContent = (state.prompt === null ? "" : `${view.title} \u00b7 `) + `BOS mass ${this.executions.map((e) => mass(view.massOn(e.index, head))).join(" \u2192 ")}, mean over targets` +
         (rise === null ? "" : ` \u00b7 perplexity ${signed(rise, significant)} under ${this.ablation.kind} ablation at all visits${atVisits}`);
     }
 

@@ -211,7 +211,7 @@ def test_bfloat16(make: Callable[..., Checkpoint]) -> None:
 
 
 def test_a_stored_example_runs_again(make: Callable[..., Checkpoint]) -> None:
-    """From its text: also one whose brackets close by a map of its own, which no typed prompt may have."""
+    """From its text: also one whose brackets close by a map of its own."""
     checkpoint = make()
     sets = dyck.nested_sets(2, 2, 0, pairing="in-context")
     heldout = dyck.make_prompts(
@@ -252,6 +252,29 @@ def test_drawn_prompts(make: Callable[..., Checkpoint]) -> None:
     assert live.run_text(0, text)[1] is example  # it isn't run twice
 
 
+@pytest.mark.parametrize("pairs", ["answers", "inputs"])
+def test_drawn_prompts_with_pairs_of_their_own(pairs: str, make: Callable[..., Checkpoint]) -> None:
+    """The same as `probe dyck --pairing in-context` draws; what is shown answers the query."""
+    live = Live(lambda _: make())
+    for seed in range(3):
+        text, shots = live.draw(0, 3, seed, 4, pairs)
+        assert shots == 3
+        [drawn] = dyck.generate_sets(1, 3, seed, pairing="in-context", reveal=pairs)
+        assert " ".join(drawn.query.input_symbols) in text.splitlines()[-2]
+        example = live.run_text(0, text)[1]
+        answer = drawn.query.answer_symbols
+        assert tuple(g.strip() for g in example.gold) == answer
+        for i, mark in enumerate(example.marks["right_demo_answer"]):
+            shown = {example.tokens[k].strip() for k in np.flatnonzero(mark)}
+            assert shown == ({answer[i]} if pairs == "answers" else shown & {answer[i]})
+            regions = {example.region_names[example.regions[k]] for k in np.flatnonzero(mark)}
+            assert regions <= {"demo_answer"}
+    with pytest.raises(SmeltscopeError, match="never shows"):
+        live.run_text(0, live.draw(0, 0, 0, 4, "answers")[0])
+    with pytest.raises(SmeltscopeError, match="usual, or revealed by answers, inputs, both"):
+        live.draw(0, 3, 0, 4, "in-context")
+
+
 def test_a_drawn_prompt_has_as_many_shots_as_fit(make: Callable[..., Checkpoint]) -> None:
     live = Live(lambda _: make())
     text, shots = live.draw(0, 60, 0, 4)
@@ -282,7 +305,13 @@ def test_draws_that_are_refused(
         ("Input: ( [", "does not end in"),
         ("Input: ( )\nOutput:", "No bracket is left open"),
         ("Input: ( ]\nOutput:", "input 1"),
-        ("Input: (\nOutput: ]\n\nInput: (\nOutput:", "does not close input 1"),
+        ("Input: ( (\nOutput: )\n\nInput: (\nOutput:", "does not close input 1"),
+        (
+            "Input: (\nOutput: !\n\nInput: (\nOutput: #\n\nInput: (\nOutput:",
+            "by ! in answer 1 and by #",
+        ),
+        ("Input: ( !\nOutput:", "input 1"),
+        ("Input: ( ! [\nOutput:", "never shows"),
         ("x" * 600 + "\nInput: (\nOutput:", "tokens"),
     ],
 )

@@ -347,6 +347,7 @@ def test_a_stored_prompt_with_a_head_zeroed(server: flask.Flask, run: xr.DataTre
         ("live", {"run": 0, "text": "x", "zeroed": "all"}, "list of objects"),
         ("live", [], "no JSON object"),
         ("draw", {"run": 0, "shots": 999, "seed": 0, "types": 4}, "0 to 64 shots"),
+        ("draw", {"run": 0, "shots": 2, "seed": 0, "types": 4, "pairs": 3}, "Pairs are usual, or"),
     ],
 )
 def test_what_cannot_be_done_is_said(path: str, given: Any, says: str, server: flask.Flask) -> None:
@@ -459,7 +460,7 @@ def test_it_opens_on_the_dyck_head(visit: Callable, address: str, run: xr.DataTr
     assert ablation is not None
     head = f"{ablation['layer']}.{ablation['head']}"
     assert page.locator(".sv").get_attribute("data-shown") == head
-    assert "Dyck head" in page.locator(".sv-title").inner_text()
+    assert "Dyck head" in page.locator(".sv-head").inner_text()
     assert page.title() == "viewer"
     assert page.locator('[data-token="3"]').inner_text() == EVIL
     mass = header_of(stored_example(run, 0), "")["mass"]
@@ -644,6 +645,30 @@ def test_a_prompt_is_run(visit: Callable, address: str) -> None:
     )
     page.wait_for_timeout(200)
     assert query(page).get("prompt") != "Input: ( )\nOutput:"  # the address says what is shown
+
+
+def test_a_prompt_with_new_pairs_is_drawn_and_run(visit: Callable, address: str) -> None:
+    page = visit(address)
+    page.keyboard.press("e")
+    page.get_by_label("Shots").fill("2")
+    page.get_by_label("Pairs").select_option("new, shown in answers")
+    page.get_by_role("button", name="Draw a prompt").click()
+    page.wait_for_selector(".sv-chip .sv-p")
+    [drawn] = dyck.generate_sets(1, 2, 0, pairing="in-context", reveal="answers")
+    symbols = " ".join(drawn.query.input_symbols)
+    assert f"Input: {symbols}\nOutput:" in page.get_by_label("Prompt to run").input_value()
+    assert page.locator(".sv-chip").count() == len(drawn.query.answer)
+    for opener, closer in zip(
+        drawn.query.pairing.openers, drawn.query.pairing.closers, strict=True
+    ):
+        if ~drawn.query.pairing.openers.index(opener) in drawn.query.answer:
+            assert f"{opener} by {closer}" in page.locator(".sv-head").inner_text()
+    text = page.get_by_label("Prompt to run")
+    text.fill("Input: ( ! [\nOutput:")
+    text.press("Control+Enter")
+    page.wait_for_function(
+        "document.querySelector('.sv-alert').textContent.includes('the prompt never shows')"
+    )
 
 
 def test_heads_and_visits_are_zeroed(visit: Callable, address: str, server: flask.Flask) -> None:
