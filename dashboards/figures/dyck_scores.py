@@ -8,6 +8,7 @@ import xarray as xr
 from plotly.subplots import make_subplots
 
 from smeltscope.dashboards.figures.common import (
+    GREY,
     SERIES_COLOURS,
     FigureKind,
     measured,
@@ -31,6 +32,8 @@ REFERENCES = {  # each without the model: what it is, dash
     "most_common": ("the most common answer", "dot"),
     "guess": ("types guessed", "longdashdot"),
 }
+# Exact text by shots in arXiv 2609.01343, over BIG-bench's items with 10 seeds; the Baseline's with 32.
+PAPER_EXACT, PAPER_BASELINE = {0: 0.0, 32: 0.298}, 0.264
 LOSSES = {
     "token_loss": ("per token", "circle"),
     "answer_loss": ("per answer", "circle"),
@@ -78,6 +81,9 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
                     **(look | {"size": 5}),
                 )
             )
+    paper = _paper(summary)
+    if paper is not None:
+        figure.add_trace(paper)
     figure.update_xaxes(title_text="shots", **places_axis(labels))
     figure.update_yaxes(title_text="share of prompts, or of symbols", range=[-0.02, 1.04])
     return styled(
@@ -86,6 +92,29 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
         "grey lines: what needs no model; small: each seed; whiskers: 95 % intervals over items",
         height=560,
         bottom=170,
+    )
+
+
+def _paper(summary: xr.Dataset) -> go.Scatter | None:
+    """What the paper reports of exact text, at the numbers of shots that are here too; None where none is."""
+    there = np.isfinite(summary["exact"].values)
+    shots = summary["shots"].values.tolist()
+    x = [i for i, k in enumerate(shots) if there[i] and k in PAPER_EXACT]
+    if not x:
+        return None
+    says = {k: f"{value:.3f}" for k, value in PAPER_EXACT.items()}
+    says |= {0: "about 0", 32: f"{says[32]}, its Baseline {PAPER_BASELINE:.3f}"}
+    return go.Scatter(
+        x=x,
+        y=[PAPER_EXACT[shots[i]] for i in x],
+        mode="markers",
+        marker={"symbol": "cross", "color": GREY, "size": 9},
+        name="the paper's exact text",
+        text=[
+            f"the paper's exact text, {shots[i]} shots: {says[shots[i]]}<br>of BIG-bench's items: context, not a target"
+            for i in x
+        ],
+        hovertemplate="%{text}<extra></extra>",
     )
 
 

@@ -9,6 +9,7 @@ from smeltscope.dashboards.figures.common import (
     ROW_PIXELS,
     SERIES_COLOURS,
     FigureKind,
+    add_range,
     bars,
     chosen,
     documents_of,
@@ -38,6 +39,10 @@ NULLS = {  # of the summary: what it is called, and its mark
     "other_token_overlap": ("another token of the segment", "square"),
     "previous_overlap": ("last occurrence of the same token", "cross"),
 }
+PAPER_CHOSEN, PAPER_KEPT = (
+    8,
+    (2, 3),
+)  # of 504 experts, arXiv 2609.01343; kept ones of others are no such number
 
 
 def overlap_histogram(
@@ -153,6 +158,8 @@ def overlap_and_nulls(summary: xr.Dataset, *, pair: str | None = None) -> go.Fig
     chance = float(summary["chance"])
     figure.add_trace(reference(ends, [chance] * 2, name="independent uniform sets (k²/E)"))
     figure.add_trace(reference(ends, [most] * 2, name="all of them", dash="dash"))
+    if most == PAPER_CHOSEN:
+        add_range(figure, PAPER_KEPT, *ends, name="the paper's range with 504 experts")
     figure.update_xaxes(title_text="looped layer", **places_axis([str(i) for i in layers]))
     figure.update_yaxes(title_text=f"experts kept, of {most}", range=[0, most * 1.05])
     return styled(

@@ -17,6 +17,7 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import checkpoint_of
 from smeltscope.probes import RunOptions
 from smeltscope.probes.dyck_state import DyckState, measure_state
+from smeltscope.probes.paper import reported_by
 
 SMALL = {"vocab_size": 258, "num_physical_layers": 2, "loop_start": 0, "loop_stop": 1}
 DYCK = ("dyck-scores", "dyck-heads", "dyck-map")
@@ -111,6 +112,23 @@ def test_numbers_of_scores(summaries: dict[str, xr.Dataset]) -> None:
         np.testing.assert_array_equal(trace(figure, name).y, summary[column].values[scored])
     seeds = trace(figure, "all tokens right", 1)
     np.testing.assert_array_equal(seeds.y, summary["all_right_by_seed"].values[scored].ravel())
+
+
+def test_what_the_paper_reports_stands_at_its_shots(summaries: dict[str, xr.Dataset]) -> None:
+    """As the table of its numbers has them; where exact text was not measured, nothing."""
+    (kind,) = (kind for kind in FIGURES["dyck-scores"] if kind.name == "shots")
+    says = {entry.at["shots"]: entry.says for entry in reported_by("dyck-scores")}
+    assert says[0].startswith("about 0 %") and says[32].startswith("29.8 % (its Baseline 26.4 %)")
+    summary = summaries["dyck-scores"]  # 0 and 1 shots
+    at = trace(kind.draw(summary), "the paper's exact text")
+    assert (list(at.x), list(at.y)) == ([0], [0.0]) and "BIG-bench" in at.text[0]
+    many = summary.isel(shots=summary["all_right"].notnull().values)
+    many = many.assign_coords(shots=[8, 32])
+    at = trace(kind.draw(many), "the paper's exact text")
+    assert (list(at.x), list(at.y)) == ([1], [0.298]) and "Baseline 0.264" in at.text[0]
+    for other in (many.assign_coords(shots=[2, 4]), many.assign(exact=many["exact"] * np.nan)):
+        names = [t.name for t in kind.draw(other).data]
+        assert "the paper's exact text" not in names
 
 
 def test_numbers_of_ablations(summaries: dict[str, xr.Dataset]) -> None:

@@ -21,6 +21,7 @@ from smeltscope.dashboards.figures import (
     themed,
 )
 from smeltscope.errors import SmeltscopeError
+from smeltscope.probes.paper import reported_by
 from smeltscope.registry import ALL_PROBES, PROBES
 
 EVIL = "<b>x</b><script>"
@@ -209,6 +210,23 @@ def test_numbers_of_attention_sink(summaries: dict[str, xr.Dataset]) -> None:
     for bar in figures["regions"].data:
         stacked += bar.y if len(bar.y) == len(executions) else 0
     np.testing.assert_allclose(stacked, 1, rtol=1e-5)
+
+
+def test_the_papers_range_of_kept_experts_where_as_many_are_chosen(
+    summaries: dict[str, xr.Dataset],
+) -> None:
+    summary = summaries["router-overlap"]
+    kind = named("router-overlap", "nulls")
+
+    def bands(drawn: go.Figure) -> list[Any]:
+        return [s for s in drawn.layout.shapes if "the paper" in (s.name or "")]
+
+    chosen = summary.sizes["shared_experts"] - 1
+    assert chosen != 8 and bands(kind.draw(summary)) == []
+    eight = summary.isel(shared_experts=[0] * 9)
+    [band] = bands(kind.draw(eight))
+    assert (band.y0, band.y1) == (2, 3) and "504 experts" in band.name
+    assert reported_by("router-overlap")[0].says.startswith("2 to 3 of 8 at S ~ 97 %")
 
 
 def test_numbers_of_router_overlap(summaries: dict[str, xr.Dataset]) -> None:
