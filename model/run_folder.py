@@ -54,6 +54,33 @@ def open_run(recipe: Recipe) -> Path:
     return output
 
 
+def keep_sizes(output: Path, sizes: dict[str, int]) -> None:
+    """Write down the text files of a run and their bytes, in order, before its rows are made of them."""
+    partial = output / "text.json.partial"
+    partial.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
+    partial.rename(output / "text.json")
+
+
+def check_sizes(output: Path, sizes: dict[str, int]) -> None:
+    """Raise SmeltscopeError where the text files are not those that the rows of a run were made of."""
+    kept = output / "text.json"
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else sizes
+    changed = [
+        f"{name} ({_bytes(before.get(name))}, now {_bytes(sizes.get(name))})"
+        for name in dict.fromkeys([*before, *sizes])
+        if before.get(name) != sizes.get(name)
+    ]
+    if changed:
+        raise SmeltscopeError(
+            f"{output} holds a run over other text, which differs in {', '.join(changed)}: "
+            "point --data to the text of before, or give --out another folder."
+        )
+
+
+def _bytes(size: int | None) -> str:
+    return "not there" if size is None else f"{size:,} bytes"
+
+
 def changed_keys(text: str, other: str) -> list[str]:
     """The keys in which two recipes differ, but those that change nothing: `training.learning_rate (0.01, now 0.1)`."""
     before, now = _leaves(tomllib.loads(text)), _leaves(tomllib.loads(other))

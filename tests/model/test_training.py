@@ -5,14 +5,17 @@ import errno
 import itertools
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1019,6 +1022,48 @@ def test_folder_of_another_run_is_refused(data: Path, finished: Path, tmp_path: 
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(SmeltscopeError, match="not empty and holds no run"):
         open_run(load_recipe(data / "recipe.toml", output=tmp_path))
+
+
+def test_a_run_over_other_text_is_refused(data: Path, tmp_path: Path) -> None:
+    recipe, text = tmp_path / "recipe.toml", tmp_path / "text"
+    text.mkdir()
+    for file in data.glob("*.jsonl"):
+        shutil.copy(file, text)
+    recipe.write_text(RECIPE.replace("steps = 12", "steps = 1").replace("steps = 2", "steps = 0"))
+    options = ("-q", "--out", tmp_path / "run", "--data")
+    assert run_command(recipe, *options, data).exception is None
+    assert run_command(recipe, *options, text).exception is None  # the same elsewhere
+    rows = (tmp_path / "run" / "rows.npz").stat()
+    with (text / "a.train.jsonl").open("a") as file:
+        file.write('\n{"text": "more"}')
+    told = str(run_command(recipe, *options, text).exception)
+    size = (text / "a.train.jsonl").stat().st_size
+    assert (
+        f"other text, which differs in a.train.jsonl ({size - 17:,} bytes, now {size:,} bytes)"
+        in told
+    )
+    assert (tmp_path / "run" / "rows.npz").stat().st_mtime_ns == rows.st_mtime_ns
+
+
+def test_bar_on_a_terminal(data: Path, tmp_path: Path) -> None:
+    """Drawn, and where training fails the sentence begins a line of its own."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("1e-2", "1e30").replace("steps = 2", "steps = 0"))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    command = [sys.executable, "-m", "smeltscope", "smelt", "train", str(recipe)]
+    command += ["--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # a terminal whose other end is closed
+            while part := os.read(ours, 4096):
+                shown += part
+    os.close(ours)
+    assert process.returncode == 2
+    *before, last = shown.decode().rstrip().splitlines()
+    assert "/12 [" in "".join(before) and "loss=" in "".join(before)
+    assert last.startswith("Error: ") and "step" in last and "/12 [" not in last
 
 
 def test_changed_keys() -> None:

@@ -1,6 +1,7 @@
 """What a training reads: tokenizer and rows of a recipe, made once and kept in its output folder."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,7 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
     """Make the tokenizer and the rows of a run, and keep them in its folder."""
     from smeltscope.model.recipe import DyckSource
     from smeltscope.model.rows import join_rows, save_rows
+    from smeltscope.model.run_folder import keep_sizes
     from smeltscope.model.streams import interleave, take_turns
     from smeltscope.model.training import build_config
 
@@ -49,6 +51,7 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
         return texts
 
     say("reading the text")
+    keep_sizes(output, sizes_of_text(recipe))
     texts, heldout = read("train", recipe.data.train), read("heldout", recipe.data.heldout)
     if recipe.tokenizer.path is None:
         say("learning the tokenizer")
@@ -67,6 +70,18 @@ def prepare(recipe: "Recipe", output: Path, *, quiet: bool) -> None:
     numbers = np.bincount(turns, minlength=len(weights)).tolist()
     rows = interleave(_parts(recipe, tokenizer, texts, numbers, heldout=False), turns)
     save_rows(output / "rows.npz", train=rows, heldout=few)
+
+
+def sizes_of_text(recipe: "Recipe") -> dict[str, int]:
+    """{file: its bytes}, of all text that a recipe names; files of one name together."""
+    from smeltscope.tasks.files import find_files
+
+    sizes = Counter[str]()
+    for paths in (recipe.data.train, recipe.data.heldout):
+        for file in find_files(paths)[0]:
+            inside = file.path.rglob("*") if file.path.is_dir() else [file.path]
+            sizes[file.name] += sum(part.stat().st_size for part in inside)
+    return dict(sizes)
 
 
 def _check_texts(name: str, texts: dict[str, list[str]], recipe: "Recipe") -> None:

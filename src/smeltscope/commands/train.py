@@ -4,6 +4,7 @@ smelt train model/checkpoints/smelt-tiny/recipe.toml --data FOLDER
 """
 
 import sys
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ def train(
     from transformers.integrations import is_tensorboard_available
     from transformers.utils import logging
 
-    from smeltscope.commands.prepare import prepare
+    from smeltscope.commands.prepare import prepare, sizes_of_text
     from smeltscope.commands.sinks import watch_sinks
     from smeltscope.model.loading import choose_device
     from smeltscope.model.recipe import load_recipe
     from smeltscope.model.rows import load_rows
-    from smeltscope.model.run_folder import full_disk_told, open_run
+    from smeltscope.model.run_folder import check_sizes, full_disk_told, open_run
     from smeltscope.model.smelt import SmeltForCausalLM
     from smeltscope.model.speed import measure_speed
     from smeltscope.model.training import sample_text, train_model
@@ -56,10 +57,12 @@ def train(
     recipe = load_recipe(recipe_file, data=data, output=out)
     output = recipe.training.output
     quiet = quiet or not processes.is_main_process
-    with full_disk_told(output):
+    with full_disk_told(output), closing(_progress()) as progress:
         if processes.is_main_process:
             open_run(recipe)
-            if not (output / "rows.npz").exists():
+            if (output / "rows.npz").exists():
+                check_sizes(output, sizes_of_text(recipe))
+            else:
                 prepare(recipe, output, quiet=quiet)
         processes.wait_for_everyone()
         tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
@@ -88,7 +91,7 @@ def train(
             rows=rows,
             heldout=heldout,
             device=device,
-            callbacks=() if quiet else (_progress(),),
+            callbacks=() if quiet else (progress,),
             watch=watch_sinks(heldout),
         )
     if not processes.is_main_process:
@@ -128,6 +131,10 @@ def _progress() -> Any:
                 click.echo(f"step {state.global_step}/{state.max_steps}  {line}", err=True)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.close()
+
+        def close(self) -> None:
+            # also where training fails: what is told then begins a line of its own
             if self.bar is not None:
                 self.bar.close()
                 self.bar = None
