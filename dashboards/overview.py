@@ -63,7 +63,11 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline(
             what="sink mass at visit 2 minus visit 1", quantity="change_overall", by_layer="change"
         ),
-        Headline(what="sink mass", quantity="sink_mass_mean", beside={"uniform": "uniform"}),
+        Headline(
+            what="sink mass",
+            quantity="sink_mass_overall",
+            beside={"uniform_overall": "uniform"},
+        ),
     ),
     "router-overlap": (
         Headline(
@@ -164,7 +168,10 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         Headline(
             what="symbols right, each given those before",
             quantity="symbol_accuracy",
-            beside={"symbol_accuracy_guess": "guess"},
+            beside={
+                "symbol_accuracy_guess": "guess",
+                "symbol_accuracy_bayes_answers": "perfect reader",
+            },
             percent=True,
         ),
     ),
@@ -193,8 +200,8 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
     "dyck-state": (
         Headline(
             what="state read right, mean over executions",
-            quantity="accuracy",
-            beside={"control": "control", "majority": "most common"},
+            quantity="accuracy_mean",
+            beside={"control_mean": "control", "majority": "most common"},
             percent=True,
         ),
         Headline(

@@ -227,8 +227,8 @@ class AttentionSink(Probe):
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
         """Changes are from the same layer's first visit, NaN for first visits.
 
-        Without dimensions: `change_overall`, the mean of `change` over all heads of later visits; by region
-        `region_change_overall`. The same between each two visits: over (looped_layer, visit_pair, head) `pair_change` and
+        Without dimensions: `change_overall`, the mean of `change` over all heads of later visits; `sink_mass_overall` and
+        `uniform_overall`, means of `sink_mass_mean` and `uniform` over all executions; by region `region_change_overall`. The same between each two visits: over (looped_layer, visit_pair, head) `pair_change` and
         (with region) `pair_region_change`, over (visit_pair) and (visit_pair, region) their means over heads and layers,
         `change_by_pair` and `region_change_by_pair`. Over (execution), means over heads: `sink_mass_mean`, `change_mean`, `entropy_mean`,
         `relative_entropy_mean`, `first_share_mean`; with (execution, region) `region_mass_mean`,
@@ -313,6 +313,8 @@ class AttentionSink(Probe):
         return {
             **_by_pair(run, sink, region_mass),
             "change_overall": Quantity(dims=(), estimate=change.flatten().mean()),
+            "sink_mass_overall": Quantity(dims=(), estimate=by_execution["sink_mass_mean"].mean()),
+            "uniform_overall": Quantity(dims=(), estimate=by_execution["uniform"].mean()),
             "region_change_overall": Quantity(
                 dims=("region",), estimate=region_change.mean(1).mean(0)
             ),

@@ -110,7 +110,8 @@ class DyckState(Probe):
 
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
         """Over (execution, state): `accuracy` and that of the control task `control`, `selectivity`, accuracy minus control.
-        Over (state): `majority`, `token`, what needs no probe, and `tokens`.
+        Over (state): `accuracy_mean` and `control_mean`, their means over executions; `majority`, `token`, what needs no
+        probe, and `tokens`.
 
         Over (looped_layer, visit_pair, state): `change`, accuracy at the later visit minus the earlier one, paired by
         token; `control_change`, the same of the control task; `gained`, `lost`, the shares of tokens that `change` is
@@ -138,6 +139,8 @@ class DyckState(Probe):
             **quantities(
                 ("state",),
                 {
+                    "accuracy_mean": accuracy.mean(0),
+                    "control_mean": control.mean(0),
                     "majority": share("majority_right"),
                     "token": share("token_right"),
                     "tokens": exact(np.nansum(tokens, axis=0)),

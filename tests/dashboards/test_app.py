@@ -366,6 +366,15 @@ def test_numbers_of_two_runs(runs: list[RunFile]) -> None:
     ]
 
 
+def test_means_over_executions_have_an_interval(runs: list[RunFile]) -> None:
+    summary = runs[0].summary("attention-sink")
+    mass = [found for found in headlines(summary, "attention-sink") if found.what == "sink mass"]
+    assert len(mass) == 1 and mass[0].here.count("[") == 1
+    shown = float(mass[0].here.split(" [")[0])
+    assert shown == pytest.approx(float(summary["sink_mass_mean"].mean()), abs=5e-4)
+    assert mass[0].beside.startswith("uniform ") and "[" in mass[0].beside
+
+
 def test_headlines_stand_beside_the_paper(runs: list[RunFile]) -> None:
     found = headlines(runs[0].summary("router-overlap"), "router-overlap")
     columns, rows = headline_rows(["x.h5"], [found])

@@ -13,6 +13,7 @@ from smeltscope.activations import open_run
 from smeltscope.commands.dyck import item_sets, make_heldout
 from smeltscope.dashboards.figures import FIGURES, choices_of, figures_of, head_of_map
 from smeltscope.dashboards.figures.dyck_map import PAPER_HEAD
+from smeltscope.dashboards.overview import headlines
 from smeltscope.errors import SmeltscopeError
 from smeltscope.model import checkpoint_of
 from smeltscope.probes import RunOptions
@@ -295,6 +296,18 @@ def test_one_visit(summaries: dict[str, xr.Dataset], patterns: xr.Dataset) -> No
     for figure in figures.values():
         check_is_whole(figure)
         assert "visit 2" not in figure.to_json()
+
+
+def test_what_stands_first_of_states_has_intervals(state: xr.Dataset) -> None:
+    read = [
+        found for found in headlines(state, "dyck-state") if "mean over executions" in found.what
+    ]
+    assert len(read) == state.sizes["state"]
+    for found, name in zip(read, state["state"].values, strict=True):
+        value = 100 * float(state["accuracy"].sel(state=name).mean())
+        assert float(found.here.split(" ")[0]) == pytest.approx(value, abs=0.6)
+        assert "[" in found.here and found.beside.startswith("control ")
+        assert found.beside.count("[") == 2  # the control's and the commonest class's
 
 
 def test_numbers_of_states(state: xr.Dataset) -> None:

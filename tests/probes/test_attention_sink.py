@@ -358,6 +358,15 @@ def test_summary_like_slow_averages(run_of, make_checkpoint):
         blind = values["blind_queries"][:, e].sum()
         assert (blind > 0) == (e in (0, 2))
         np.testing.assert_allclose(summary["blind_share"][e], blind / (blind + sum(queries)))
+    for overall, by_execution in (("sink_mass", "sink_mass_mean"), ("uniform", "uniform")):
+        value, low, high = (
+            float(summary[f"{overall}_overall{end}"]) for end in ("", "_low", "_high")
+        )
+        np.testing.assert_allclose(value, summary[by_execution].mean())
+        assert low < value < high
+        # Draws take the same documents for all executions: no wider than the mean of their intervals.
+        assert float(summary[f"{by_execution}_low"].mean()) <= low + 1e-9
+        assert float(summary[f"{by_execution}_high"].mean()) >= high - 1e-9
 
 
 def test_nearby_mass_of_short_segments_counts(run_of, make_checkpoint):

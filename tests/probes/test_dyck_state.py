@@ -394,6 +394,10 @@ def test_rows_are_sums_over_the_tokens_of_a_prompt(run_of, small):
     for name in ("change", "control_change", "gained", "lost"):
         mean = summary[name].mean("looped_layer")
         np.testing.assert_allclose(summary[f"{name}_overall"], mean, atol=1e-9)
+    for name in ("accuracy", "control"):
+        np.testing.assert_allclose(summary[f"{name}_mean"], summary[name].mean("execution"))
+        low, high = (summary[f"{name}_mean_{end}"] for end in ("low", "high"))
+        assert ((low < summary[f"{name}_mean"]) & (summary[f"{name}_mean"] < high)).all()
     assert "visit 1 to visit 3" in PROBE.sentence(summary)
     assert (summary["change_low_all"] <= summary["change_low"] + 0.2).all()
 
