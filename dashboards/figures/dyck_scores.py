@@ -11,6 +11,7 @@ from smeltscope.dashboards.figures.common import (
     GREY,
     SERIES_COLOURS,
     FigureKind,
+    has_values,
     measured,
     places_axis,
     points,
@@ -34,28 +35,36 @@ REFERENCES = {  # each without the model: what it is, dash
 }
 # Exact text by shots in arXiv 2609.01343, over BIG-bench's items with 10 seeds; the Baseline's with 32.
 PAPER_EXACT, PAPER_BASELINE = {0: 0.0, 32: 0.298}, 0.264
-LOSSES = {
-    "token_loss": ("per token", "circle"),
-    "answer_loss": ("per answer", "circle"),
-    "nested_token_loss": ("per token, nested prompts", "square"),
-    "nested_answer_loss": ("per answer, nested prompts", "square"),
+LOSSES = {  # of a prompt's kind: its name, colour, symbol
+    "": ("scored prompts", SERIES_COLOURS[0], "circle"),
+    "nested_": ("nested prompts", SERIES_COLOURS[1], "square"),
 }
 
 
 def scores_by_shots(summary: xr.Dataset) -> go.Figure:
-    """Share of prompts answered right by shots, each seed a small point, over the best answers that need no model."""
-    figure, summary = go.Figure(), _scored(summary)
+    """Shares of prompts and of symbols answered right by shots, each seed a small point, over the best answers that need no model."""
+    summary = _scored(summary)
+    figure = make_subplots(
+        rows=1,
+        cols=2,
+        column_widths=[0.6, 0.4],
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        subplot_titles=("of prompts", "of symbols, those before known"),
+    )
     x, labels, where = _shots(summary)
-    for name, (what, dash) in REFERENCES.items():
-        figure.add_trace(reference(x, summary[name], name=what, dash=dash))
     for i, (name, (what, symbol)) in enumerate(SCORES.items()):
+        of_symbols = name == "symbol_accuracy"
+        place = {"row": 1, "col": 1 + of_symbols}
+        if name != "all_right":  # beside `exact`, over the same references
+            _references(figure, x, summary, f"{name}_" if of_symbols else "", place)
         look: dict[str, Any] = {
             "name": what,
             "colour": SERIES_COLOURS[i],
             "n": "",
             "symbol": symbol,
         }
-        aside = (i - 1) * 0.07
+        aside = 0.0 if of_symbols else (i - 0.5) * 0.1
         figure.add_trace(
             points(
                 x + aside,
@@ -64,7 +73,8 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
                 mode="lines+markers",
                 size=9,
                 **look,
-            )
+            ),
+            **place,
         )
         by_seed = f"{name}_by_seed"
         if by_seed in summary and summary.sizes["prompt_seed"] > 1:
@@ -79,20 +89,46 @@ def scores_by_shots(summary: xr.Dataset) -> go.Figure:
                     opacity=0.4,
                     showlegend=False,
                     **(look | {"size": 5}),
-                )
+                ),
+                **place,
             )
     paper = _paper(summary)
     if paper is not None:
-        figure.add_trace(paper)
+        figure.add_trace(paper, row=1, col=1)
     figure.update_xaxes(title_text="shots", **places_axis(labels))
-    figure.update_yaxes(title_text="share of prompts, or of symbols", range=[-0.02, 1.04])
+    figure.update_yaxes(range=[-0.02, 1.04])
+    figure.update_yaxes(title_text="share that is right", col=1)
     return styled(
         figure,
         "Dyck answers by number of demonstrations",
         "grey lines: what needs no model; small: each seed; whiskers: 95 % intervals over items",
-        height=560,
+        height=580,
+        top=20,
         bottom=170,
     )
+
+
+def _references(
+    figure: go.Figure,
+    x: np.ndarray,
+    summary: xr.Dataset,
+    score: str,
+    place: dict[str, int],
+    end: str = "",
+) -> None:
+    """The grey lines of what needs no model, for one score; in the legend once for all of a figure."""
+    for name, (what, dash) in REFERENCES.items():
+        if f"{score}{name}{end}" in summary:
+            known = any(trace.legendgroup == name for trace in figure.data)
+            line = reference(
+                x,
+                summary[f"{score}{name}{end}"],
+                name=what,
+                dash=dash,
+                legendgroup=name,
+                showlegend=not known,
+            )
+            figure.add_trace(line, **place)
 
 
 def _paper(summary: xr.Dataset) -> go.Scatter | None:
@@ -119,41 +155,50 @@ def _paper(summary: xr.Dataset) -> go.Scatter | None:
 
 
 def losses_by_shots(summary: xr.Dataset) -> go.Figure:
-    """Loss of the answers by shots, per token and per answer, over that of guessed types."""
-    figure = make_subplots(rows=1, cols=2, subplot_titles=("per token", "per answer"))
+    """Loss of the answers by shots, per token and per answer, over the least that is to be had without the model."""
+    kinds = [kind for kind in LOSSES if has_values(summary, f"{kind}token_loss")]
+    figure = make_subplots(
+        rows=len(kinds),
+        cols=2,
+        shared_xaxes=True,
+        vertical_spacing=0.1,
+        subplot_titles=[
+            f"{LOSSES[kind][0]}, per {of}" for kind in kinds for of in ("token", "answer")
+        ],
+    )
     x, labels, _ = _shots(summary)
-    for column, name in enumerate(("token_loss_guess", "answer_loss_guess"), start=1):
-        guessed = reference(
-            x, summary[name], name="types guessed, scored prompts", showlegend=column == 1
-        )
-        figure.add_trace(guessed, row=1, col=column)
-    for i, (name, (_, symbol)) in enumerate(LOSSES.items()):
-        nested = name.startswith("nested")
-        _, _, where = _shots(summary, "nested_" if nested else "")
-        figure.add_trace(
-            points(
-                x,
-                measured(summary, name),
+    for row, kind in enumerate(kinds, start=1):
+        name, colour, symbol = LOSSES[kind]
+        there = np.flatnonzero(np.isfinite(summary[f"{kind}token_loss"].values))
+        of_kind = summary.isel(shots=there)
+        _, _, where = _shots(of_kind, kind)
+        for col, of in enumerate(("token", "answer"), start=1):
+            place = {"row": row, "col": col}
+            _references(figure, x[there], of_kind, f"{kind}{of}_loss_", place)
+            loss = points(
+                x[there],
+                measured(of_kind, f"{kind}{of}_loss"),
                 where=where,
-                name="nested prompts" if nested else "scored prompts",
-                colour=SERIES_COLOURS[nested],
+                name=name,
+                colour=colour,
                 n="",
                 symbol=symbol,
                 mode="lines+markers",
-                legendgroup=str(nested),
-                showlegend=i % 2 == 0,
-            ),
-            row=1,
-            col=1 + i % 2,
-        )
-    figure.update_xaxes(title_text="shots", **places_axis(labels))
+                legendgroup=kind or "scored",
+                showlegend=col == 1,
+            )
+            figure.add_trace(loss, **place)
+    figure.update_xaxes(**places_axis(labels))
+    figure.update_xaxes(title_text="shots", row=len(kinds))
     figure.update_yaxes(rangemode="tozero")
     figure.update_yaxes(title_text="loss, nats", col=1)
     return styled(
         figure,
         "Loss of Dyck answers by number of demonstrations",
-        "whiskers: 95 % intervals over items",
+        "grey lines: what needs no model; whiskers: 95 % intervals over items",
+        height=250 + 240 * len(kinds),
         top=20,
+        bottom=150,
     )
 
 
@@ -171,13 +216,8 @@ def scores_by_readable(summary: xr.Dataset) -> go.Figure:
     for column, readable in enumerate((1, 0), start=1):
         items = summary["items_by_readable"].sel(readable=readable).values
         where = [f"{k} shots, {c:,.0f} items" for k, c in zip(labels, items, strict=True)]
-        for name, (what, dash) in REFERENCES.items():
-            known = summary[f"{name}_by_readable"].sel(readable=readable)
-            figure.add_trace(
-                reference(x, known, name=what, dash=dash, legendgroup=name, showlegend=column == 1),
-                row=1,
-                col=column,
-            )
+        place = {"row": 1, "col": column}
+        _references(figure, x, summary.sel(readable=readable), "", place, "_by_readable")
         for i, name in enumerate(("exact", "all_right")):
             what, symbol = SCORES[name]
             figure.add_trace(

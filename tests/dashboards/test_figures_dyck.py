@@ -111,6 +111,19 @@ def test_numbers_of_scores(summaries: dict[str, xr.Dataset]) -> None:
         ("types guessed", "guess"),
     ):
         np.testing.assert_array_equal(trace(figure, name).y, summary[column].values[scored])
+    symbols = trace(figure, "Bayes: query", 1)  # beside the share of symbols
+    np.testing.assert_array_equal(symbols.y, summary["symbol_accuracy_bayes_query"].values[scored])
+    named = [t.name for t in figure.data if t.showlegend is not False]
+    assert len(named) == len(set(named))
+    losses = figures_of(summary)["losses"]
+    for i, column in enumerate(
+        f"{kind}{of}_loss" for kind in ("", "nested_") for of in ("token", "answer")
+    ):
+        there = np.isfinite(summary[column].values)
+        own = trace(losses, "nested prompts" if i > 1 else "scored prompts", i % 2)
+        for line, name in ((own, column), (trace(losses, "types guessed", i), f"{column}_guess")):
+            np.testing.assert_array_equal(line.y, summary[name].values[there])
+            np.testing.assert_array_equal(line.x, np.flatnonzero(there))
     seeds = trace(figure, "all tokens right", 1)
     np.testing.assert_array_equal(seeds.y, summary["all_right_by_seed"].values[scored].ravel())
 
