@@ -31,6 +31,17 @@ class Documents:
     def __len__(self) -> int:
         return len(self.category)
 
+    @property
+    def strata(self) -> np.ndarray:
+        """Within what each document is drawn, (document,): its category; categories of one document are one stratum."""
+        alone = np.bincount(self.category)[self.category] == 1  # (document,)
+        return np.where(alone, self.category.max(initial=-1) + 1, self.category)
+
+    @property
+    def fewest(self) -> int:
+        """The size of the smallest stratum; of n documents draws vary by sqrt(1 - 1 / n) of what they should."""
+        return int(np.unique(self.strata, return_counts=True)[1].min(initial=len(self)))
+
     def add(self, sums: np.ndarray, rows: slice, values: np.ndarray) -> None:
         """Add the values of some segments to the sums of their documents, (document, ...); NaN counts nothing."""
         of = self.of_segment[rows]
@@ -176,8 +187,7 @@ def bootstrap_weights(documents: Documents, *, draws: int = DRAWS, seed: int = 0
     rng = np.random.default_rng(seed)
     if len(documents) < 2:
         return np.zeros((0, len(documents)), dtype=np.uint16)
-    alone = np.bincount(documents.category)[documents.category] == 1  # (document,)
-    strata = np.where(alone, documents.category.max() + 1, documents.category)
+    strata = documents.strata
     weights = np.zeros((draws, len(documents)), dtype=np.uint16)  # few are drawn often
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)

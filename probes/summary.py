@@ -7,6 +7,7 @@ import xarray as xr
 
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes.probe import Probe, group_name
+from smeltscope.probes.prompts import by_item
 from smeltscope.probes.statistics import DRAWS, Quantities, Resampling
 
 
@@ -33,11 +34,18 @@ def estimate(run: xr.DataTree, probe: Probe, *, draws: int = DRAWS, seed: int = 
 def summary_of(
     quantities: Quantities, run: xr.DataTree, probe: Probe, draws: int, seed: int
 ) -> xr.Dataset:
-    """Quantities as a dataset that says what they were made from."""
+    """Quantities as a dataset that says what they were made from.
+
+    `fewest`: how many documents (or items, where these are drawn) the smallest category (kind and half of the prompts) has.
+    """
     segments = run["segments"].dataset
+    resampling = Resampling.of_run(run, draws=0)
+    if probe.resampled == "items":
+        resampling = by_item(run, resampling)
     return dataset_of(quantities, run).assign_attrs(
         probe=probe.name,
         resampled=probe.resampled,
+        fewest=resampling.documents.fewest,
         segments=len(segments["document"]),
         documents=len(np.unique(segments["document"])),
         tokens=int(segments["tokens"].sum()),

@@ -35,7 +35,9 @@ def summary_of(probe: str = "nobody's", **arrays: tuple[Sequence[str], np.ndarra
     }
     coords = {n: c for n, c in labels.items() if (c[0] if isinstance(c, tuple) else n) in used}
     return xr.Dataset(
-        values, coords=coords, attrs={"probe": probe, "documents": 3, "resampled": "documents"}
+        values,
+        coords=coords,
+        attrs={"probe": probe, "documents": 3, "resampled": "documents", "fewest": 3},
     )
 
 
@@ -48,6 +50,13 @@ def printed(summary: xr.Dataset, brief: bool = False) -> list[str]:
     assert max(map(len, lines)) <= 80
     assert lines[0] == "title"
     return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("fewest", [3, 30])
+def test_intervals_from_few_are_said_to_be_too_narrow(fewest: int) -> None:
+    summary = summary_of(sink_mass=(("execution",), np.full(6, 0.1))).assign_attrs(fewest=fewest)
+    told = "They are too narrow: drawn from as few as 3 documents of one kind."
+    assert (told in printed(summary)) == (fewest == 3)
 
 
 def test_a_row_for_each_execution() -> None:

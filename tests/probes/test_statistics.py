@@ -107,6 +107,20 @@ def test_like_scipys_bootstrap():
     assert abs(high - other.confidence_interval.high) < 0.1 * error
 
 
+def test_few_documents_of_a_category_make_intervals_too_narrow():
+    """Draws of n values vary by the variance that divides by n, not the n - 1 of an unbiased one."""
+    categories = ["a"] * 3 + ["b"] * 7 + ["c", "d"]  # those of one document are drawn together
+    documents = some_documents([1] * 12, categories)
+    assert documents.fewest == 2
+    assert some_documents([1] * 10, categories[:10]).fewest == 3
+    assert some_documents([1] * 11, categories[:11]).fewest == 1  # nothing to draw within
+    for n in (2, 3, 10):
+        values, same = np.random.default_rng(n).normal(size=n), some_documents([1] * n, ["a"] * n)
+        drawn = ratio(values, np.ones(n), same, bootstrap_weights(same, draws=20_000)).draws
+        unbiased = values.std(ddof=1) / np.sqrt(n)
+        assert drawn.std() / unbiased == pytest.approx(np.sqrt(1 - 1 / same.fewest), rel=0.02)
+
+
 @pytest.mark.parametrize("clusters", [1, 5])
 def test_coverage(clusters):
     """95 % intervals hold the truth in about 95 % of simulated samples of 40 documents."""

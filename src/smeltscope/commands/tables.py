@@ -29,6 +29,7 @@ ROWS = ("group", "step", "execution", "looped_layer", "visit_pair")
 MOST_COLUMNS = 8  # entries of a dimension that stand side by side
 DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
 ENDS = ("_low", "_high", "_low_all", "_high_all")  # of intervals
+FEWEST = 6  # documents of a category: of fewer, intervals are too narrow by more than a tenth
 FEW = 4  # quantities of a table that nobody has chosen
 
 # Scores of Dyck answers that have a guess by Bayes and one by chance beside them.
@@ -142,10 +143,12 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
         own_table(console, result.summary)
     if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
         what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
-        over = result.summary.attrs["resampled"]
+        over, fewest = (result.summary.attrs[name] for name in ("resampled", "fewest"))
         console.print(
             f"{what}[95 % intervals] over {over}; all: probe show RUN --csv.", style="dim"
         )
+        if fewest < FEWEST:
+            console.print(f"They are too narrow: drawn from as few as {fewest} {over} of one kind.")
     console.print(result.sentence)
     if not brief:
         _print_paper(console, result.summary)
