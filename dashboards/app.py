@@ -1,14 +1,14 @@
 """The pages of `probe view`: an overview, a page for each diagnostic, the viewer of prompts.
 
-A page is a place: which diagnostic, which run, against which other one, and what is picked of it (category, layer,
+A page is a place: which diagnostic, which run, beside which others, and what is picked of it (category, layer,
 visit, head, quantity). The address says all of it, so that a link opens the same page; `run` is an index into the runs
 given. The frame of a page is made at once; numbers and figures follow when the page asks for them.
 """
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlencode
@@ -44,7 +44,7 @@ class Place:
 
     probe: str = ""  # "" is the overview
     run: int = 0
-    against: int | None = None
+    against: tuple[int, ...] = ()  # the runs beside it
     picked: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -59,7 +59,7 @@ class Place:
 
 
 class _Prompts(Sequence[xr.DataTree]):
-    """What the viewer shows of runs, as they are when it asks."""
+    """What the viewer shows of runs, as they are when it asks; a run that cannot be read raises `SmeltscopeError`."""
 
     def __init__(self, runs: Sequence[RunFile]) -> None:
         self._runs = runs
@@ -68,6 +68,9 @@ class _Prompts(Sequence[xr.DataTree]):
         return len(self._runs)
 
     def __getitem__(self, i: Any) -> Any:
+        trouble = self._runs[i].trouble()
+        if trouble is not None:
+            raise SmeltscopeError(trouble)
         return self._runs[i].prompts()
 
 
@@ -181,7 +184,7 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
     ) -> tuple[Any, Any, Any]:
         if ready is not None:  # a run that goes on keeps what is picked
             return no_update, no_update, no_update
-        place = Place(**at)
+        place = _place(at)
         made = _in_words(lambda: [_picks(place, runs), _quantities(place, runs)])
         return (*made, at) if len(made) == 2 else (made, [], None)
 
@@ -228,11 +231,11 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
     # Another run is another page: with an entry in the browser's history, as a link makes one.
     app.clientside_callback(
         """(run, against, shown) => {
-            const beside = shown.against === null ? 'none' : String(shown.against);
-            if (run !== String(shown.run) || against !== beside) {
+            const [beside, wanted] = [shown.against, against].map(runs => runs.join(',') || 'none');
+            if (run !== String(shown.run) || wanted !== beside) {
                 const query = new URLSearchParams(location.search);
                 query.set('run', run);
-                query.set('against', against);
+                query.set('against', wanted);
                 history.pushState({}, '', `${location.pathname}?${query}`);
                 dispatchEvent(new CustomEvent('_dashprivate_pushstate'));
             }
@@ -270,7 +273,12 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
 def _picked(at: Mapping[str, Any], values: Values, ids: Ids) -> Place:
     """The place of a page with what its selectors say."""
     picked = {i["name"]: v for i, v in zip(ids, values, strict=True) if v}
-    return Place(**{**at, "picked": picked})
+    return replace(_place(at), picked=picked)
+
+
+def _place(at: Mapping[str, Any]) -> Place:
+    """A place as its page keeps it."""
+    return Place(**{**at, "against": tuple(at["against"])})
 
 
 def _in_words(make: Callable[[], list[Any]]) -> list[Any]:
@@ -302,15 +310,17 @@ def place_of(pathname: str, search: str, runs: Sequence[RunFile]) -> Place:
     if run not in having and having:
         run = having[0]
     run = run or 0
-    against = _index(query.get("against"), runs)
+    against = [_index(text, runs) for text in _others(query)]
     if "against" not in query:
         baseline = baseline_of(runs[run], runs, probe)
-        against = None if baseline is None else runs.index(baseline)
+        against = [] if baseline is None else [runs.index(baseline)]
     picked = {key: value for key, value in query.items() if key in (*PICKS, "quantity")}
     return Place(
         probe=probe,
         run=run,
-        against=against if against in having and against != run else None,
+        against=tuple(
+            dict.fromkeys(i for i in against if i is not None and i in having and i != run)
+        ),
         picked=picked,
     )
 
@@ -320,13 +330,13 @@ def unmet_of(place: Place, search: str, runs: Sequence[RunFile]) -> list[str]:
     if not place.probe:
         return []
     query, found = _query(search), []
-    for key in ("run", "against"):
-        text = query.get(key, NO_RUN)
+    asked = [("run", query["run"])] if "run" in query else []
+    asked += [("against", text) for text in _others(query)]
+    for key, text in asked:
         i = _index(text, runs)
-        shown = place.run if key == "run" else place.against
-        if text == NO_RUN or (i is not None and i == shown):
+        if i is not None and i in (place.against if key == "against" else (place.run,)):
             continue
-        instead = f"{runs[place.run].name} is shown" if key == "run" else "nothing is shown beside"
+        instead = f"{runs[place.run].name} is shown" if key == "run" else "it is not shown beside"
         if i is None:
             last = len(runs) - 1
             found.append(f"There is no run {text} here (they go from 0 to {last}); {instead}.")
@@ -342,9 +352,15 @@ def unmet_of(place: Place, search: str, runs: Sequence[RunFile]) -> list[str]:
 def address_of(place: Place) -> str:
     """The address of a place."""
     query: dict[str, Any] = {"run": place.run} if place.probe else {}
-    if place.against is not None:
-        query["against"] = place.against
-    return f"/{place.probe}?{urlencode(query | dict(place.picked))}".removesuffix("?")
+    if place.against:
+        query["against"] = ",".join(map(str, place.against))
+    return f"/{place.probe}?{urlencode(query | dict(place.picked), safe=',')}".removesuffix("?")
+
+
+def _others(query: Mapping[str, str]) -> list[str]:
+    """The runs beside, as an address names them: `1,2`."""
+    texts = query.get("against", NO_RUN).split(",")
+    return [text for text in texts if text not in ("", NO_RUN)]
 
 
 def _query(search: str) -> dict[str, str]:
@@ -489,11 +505,16 @@ def _selectors(place: Place, runs: Sequence[RunFile], having: Sequence[int]) -> 
     """Which run, and beside which."""
     labels = {str(i): runs[i].label for i in having}
     others = {key: text for key, text in labels.items() if key != str(place.run)}
-    beside = NO_RUN if place.against is None else str(place.against)
-    found = [
-        _select("Run", "run", str(place.run), labels),
-        _select("Beside", "against", beside, {NO_RUN: "no other run"} | others),
-    ]
+    beside = dmc.MultiSelect(
+        label="Beside",
+        id="against",
+        value=[str(i) for i in place.against],
+        data=[{"value": key, "label": text} for key, text in others.items()],
+        placeholder="" if place.against else "no other run",
+        clearable=True,
+        size="sm",
+    )
+    found = [_select("Run", "run", str(place.run), labels), beside]
     return found if others else [html.Div(found, hidden=True)]
 
 
@@ -562,7 +583,6 @@ def _select(
 def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[Any]:
     """What was found, headline numbers and figures."""
     run = runs[place.run]
-    against = None if place.against is None else runs[place.against]
     category = _category_of(place, run)
     summary = run.summary(place.probe, category)
     parts = []
@@ -579,28 +599,41 @@ def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[An
     sentence = run.probe(place.probe).sentence(summary)
     where = f"In {category}: " if category is not None else ""
     parts.append(html.P(where + sentence, className="sentence"))
-    found = headlines(summary, place.probe)
-    if found:
-        parts.append(_headline_table([run], [found]))
+    shown, found = [run], [headlines(summary, place.probe)]
+    for other in (runs[i] for i in place.against):
+        try:
+            found.append(headlines(other.summary(place.probe, category), place.probe))
+            shown.append(other)
+        except SmeltscopeError as error:  # one that has nothing to show yet hides no other
+            parts.append(_alert(str(error)))
+    if any(found):
+        parts.append(_headline_table(shown, found))
     for kind in FIGURES.get(place.probe, ()):
-        parts += _figures(kind, place, run, against, scheme)
+        parts += _figures(kind, place, run, shown[1:], scheme)
     return parts
 
 
 def _figures(
-    kind: FigureKind, place: Place, run: RunFile, against: RunFile | None, scheme: Theme
+    kind: FigureKind, place: Place, run: RunFile, others: Sequence[RunFile], scheme: Theme
 ) -> list[Any]:
-    """A figure of the run, and beside it of the other one where one figure cannot hold both."""
+    """A figure of the run with each of the others; where one cannot hold two runs, of each run."""
     category = _category_of(place, run)
     choices = tuple((k, v) for k, v in place.choices.items() if k in kind.takes)
-    together = against is not None and holds_both(kind)
-    shown = [(run, against if together else None)]
-    if against is not None and not together:
-        shown.append((against, None))
+    shown: list[tuple[RunFile, RunFile | None]]
+    if others and holds_both(kind):
+        shown = [(run, other) for other in others]
+    else:
+        shown = [(of, None) for of in (run, *others)]
     made = []
     for i, (of, beside) in enumerate(shown):
         versions = (of.version(), beside and beside.version())
-        figure = _drawn(kind, place.probe, of, beside, category, choices, versions)
+        words = of.label if beside is None else f"{of.label}, beside it {beside.label}"
+        caption = [html.Figcaption(words)] if len(shown) > 1 else []
+        try:
+            figure = _drawn(kind, place.probe, of, beside, category, choices, versions)
+        except SmeltscopeError as error:  # what is picked of one run another may not have
+            made.append(html.Figure([*caption, _alert(str(error))]))
+            continue
         if figure is None:
             continue
         graph = dcc.Graph(
@@ -609,7 +642,6 @@ def _figures(
             config=cast(Any, PLOTLY_CONFIG),
             style={"height": figure["layout"].get("height", 450)},  # or it takes what its frame has
         )
-        caption = [html.Figcaption(of.label)] if len(shown) > 1 else []
         made.append(html.Figure([*caption, graph]))
     return [html.Div(made, className="figures")] if made else []
 
@@ -650,15 +682,31 @@ def _quantities(place: Place, runs: Sequence[RunFile]) -> list[Any]:
 
 
 def _numbers(place: Place, quantity: str, runs: Sequence[RunFile]) -> list[Any]:
-    """The table of a quantity: of this run, or of it and the one it is compared with."""
+    """The tables of a quantity: of this run, or of it and each one that it is compared with."""
     run = runs[place.run]
     category = _category_of(place, run)
-    note = ""
-    if place.against is not None and category is None:
-        summary = run.compared(runs[place.against], place.probe)
-        note = "; means over heads; each draw takes the same documents for both runs"
-    if not note or quantity not in quantities_in(summary):
-        summary, note = run.summary(place.probe, category), ""
+    others = [runs[i] for i in place.against] if category is None else []
+    if not others:
+        return _numbers_of(run.summary(place.probe, category), quantity, place, run, "")
+    parts: list[Any] = []
+    for other in others:
+        heading = [html.H3(f"{run.name} and {other.name}")] if len(others) > 1 else []
+        parts += [*heading, *_in_words(partial(_numbers_beside, place, quantity, run, other))]
+    return parts
+
+
+def _numbers_beside(place: Place, quantity: str, run: RunFile, other: RunFile) -> list[Any]:
+    summary = run.compared(other, place.probe)
+    if quantity not in quantities_in(summary):
+        note = f"; {other.name} has no {quantity.replace('_', ' ')} to compare it with"
+        return _numbers_of(run.summary(place.probe), quantity, place, run, note)
+    note = "; means over heads; each draw takes the same documents for both runs"
+    return _numbers_of(summary, quantity, place, run, note)
+
+
+def _numbers_of(
+    summary: xr.Dataset, quantity: str, place: Place, run: RunFile, note: str
+) -> list[Any]:
     table = table_of(summary, quantity, place.choices, most=MOST_ROWS)
     if table.more:
         note += (

@@ -147,6 +147,8 @@ class RunFile:
 
         def make() -> xr.Dataset:
             tree = self.tree(name)
+            if category not in (None, *self.categories()):
+                raise SmeltscopeError(f"{self.name} has no document of the category {category}.")
             if category is not None:
                 tree = restricted(tree, groups_of(tree, "category")[category])
             with _WORKING:
@@ -261,8 +263,28 @@ class RunFile:
 
     def _open(self, groups: Sequence[str]) -> xr.DataTree:
         with suppress(SmeltscopeError):
-            return open_run(self.path, groups=groups)
-        return open_run(self.path, groups=groups)  # it may just have been finished, and moved
+            return self._read(groups)
+        return self._read(groups)  # it may just have been finished, and moved
+
+    def _read(self, groups: Sequence[str]) -> xr.DataTree:
+        """The run with the arrays of some groups; damage of any kind is said with the file's name."""
+        try:
+            tree = open_run(self.path, groups=groups)
+            attributes = attributes_of(tree)
+            objects = ("identity", "model_config", "heads", "packages")
+            lacking = {name for name in objects if not isinstance(attributes.get(name), dict)}
+            lacking |= {"checkpoint", "model_type"} - set(attributes)
+            lacking |= {"layer", "visit"} - set(tree.dataset.coords)
+            lacking |= {"done", "document", "category", "tokens"} - set(tree["segments"].data_vars)
+            if lacking:
+                raise KeyError(", ".join(sorted(lacking)))
+        except SmeltscopeError:
+            raise
+        except Exception as error:  # h5py stumbles over damaged bytes in many ways
+            raise SmeltscopeError(
+                f"{self.path} is damaged ({type(error).__name__}: {error}); make the run again."
+            ) from error
+        return tree
 
     def _only_done(self, tree: xr.DataTree) -> xr.DataTree:
         done = tree["segments"].dataset["done"].values == 1

@@ -102,7 +102,7 @@ def add_viewer_routes(
 ) -> None:
     """Routes under `base` that serve `runs` to viewer.js, and prompts run live.
 
-    `runs` is indexed anew at each request. `load` gives the checkpoint of a run by its number and raises `SmeltscopeError` where it
+    `runs` is indexed anew at each request; one that cannot be read raises `SmeltscopeError`, and its `trouble` is listed instead. `load` gives the checkpoint of a run by its number and raises `SmeltscopeError` where it
     cannot; without it nothing runs live. A request that another origin sends is refused; `smeltscope.dashboards.server.guard` refuses those
     that come under another name.
     """
@@ -110,7 +110,11 @@ def add_viewer_routes(
     described: dict[int, tuple[xr.DataTree, dict[str, Any]]] = {}
 
     def describe(number: int) -> dict[str, Any]:
-        run = runs[number]
+        try:
+            run = runs[number]
+        except SmeltscopeError as error:
+            name = names[number] if names else str(number)
+            return {"name": name, "examples": [], "ablation": None, "trouble": str(error)}
         if number not in described or described[number][0] is not run:
             described[number] = run, describe_run(run, names[number] if names else None)
         return described[number][1]

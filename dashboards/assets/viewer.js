@@ -1193,10 +1193,13 @@
     async start() {
       const { runs, live } = await this.source.list();
       Object.assign(this, { runs, live });
-      this.runSelect.replaceChildren(...runs.map((run, i) => h("option", { value: i }, `${i}: ${run.name}`)));
+      this.runSelect.replaceChildren(...runs.map((run, i) => h("option", { value: i, disabled: Boolean(run.trouble) }, `${i}: ${run.name}${run.trouble ? ", cannot be read" : ""}`)));
       this.runLabel.hidden = runs.length < 2;
       this.composer.button.hidden = !live;
-      if (!(this.state.run < runs.length) || this.state.run === null) this.state.run = Math.max(0, runs.findIndex((run) => run.examples.length));
+      if (!(this.state.run < runs.length) || this.state.run === null) {
+        const first = runs.findIndex((run) => run.examples.length);
+        this.state.run = first >= 0 ? first : Math.max(0, runs.findIndex((run) => !run.trouble));
+      }
       if (!runs.some((run) => run.examples.length) && !live) {
         throw new Failure("No run here holds prompts whose attention was kept; probe dyck makes such runs.");
       }
@@ -1212,6 +1215,10 @@
         state.ex = 0;
       }
       this.renderExamples(examples);
+      if (this.runs[state.run].trouble) {
+        this.body.hidden = true;
+        return this.tell(this.runs[state.run].trouble);
+      }
       if (state.prompt === null && !examples.length) {
         this.body.hidden = true;
         return this.tell(this.live ? "This run holds no examples; draw a prompt or type one under Prompt\u2026" : "This run holds no examples.");

@@ -23,6 +23,7 @@ from smeltscope.commands.pages import checkpoint_of_run, run_files_of
 from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of, unmet_of
 from smeltscope.dashboards.numbers import quantities_in, table_of
 from smeltscope.dashboards.overview import headline_rows, headlines, number, with_interval
+from smeltscope.dashboards.report import write_report
 from smeltscope.dashboards.runs import RunFile, baseline_of
 from smeltscope.dashboards.server import bind, guard, is_local
 from smeltscope.errors import SmeltscopeError
@@ -182,11 +183,42 @@ def test_two_runs_beside_one_another(tab: Any, served: Served) -> None:
     assert "difference" not in tab.inner_text("#numbers")
     tab.goto(f"{served.address}loss")  # the Baseline is found by itself
     tab.wait_for_selector("#numbers th:has-text('difference')")
-    pick(tab, "Beside", "no other run")
+    tab.get_by_role("textbox", name="Beside", exact=True).press("Backspace")
     tab.wait_for_function("location.search.includes('against=none')")
     tab.wait_for_selector("#numbers th:has-text('value')")
     tab.go_back()
     tab.wait_for_selector("#numbers th:has-text('difference')")
+
+
+@pytest.mark.slow
+def test_three_runs_beside_one_another(tab: Any, served: Served) -> None:
+    """Each has its figure; the run stands with each of the others where a figure holds two, and in the numbers."""
+    partial = served.folder / "growing.h5.partial"
+    only_first_done(partial, 10_000)
+    tab.goto(f"{served.address}attention-sink?run=0&against=1")
+    tab.wait_for_function(READY)
+    tab.get_by_role("textbox", name="Beside", exact=True).click(
+        force=True
+    )  # chosen runs lie over it
+    tab.get_by_role("option", name=re.compile("growing")).click()
+    tab.wait_for_function("new URLSearchParams(location.search).get('against') === '1,2'")
+    tab.wait_for_selector("#shown figcaption:has-text('beside it growing.h5')")
+    captions = tab.locator("#shown figcaption").all_inner_texts()
+    named = [re.sub(r" \([^)]*\)", "", caption) for caption in captions]
+    assert named[:3] == ["loop.h5", "base.h5", "growing.h5"]  # heads
+    assert "loop.h5, beside it base.h5" in named and "loop.h5, beside it growing.h5" in named
+    header = tab.locator("#shown .headlines thead").inner_text()
+    assert header.split() == ["loop.h5", "base.h5", "growing.h5", "the", "paper"]
+    tab.wait_for_selector("#numbers h3 >> nth=1")
+    assert tab.locator("#numbers h3").all_inner_texts() == [
+        "loop.h5 and base.h5",
+        "loop.h5 and growing.h5",
+    ]
+    wide = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert wide[0] <= wide[1]
+    only_first_done(partial, 0)  # as it was
+    tab.wait_for_selector("#shown .trouble:has-text('growing.h5.partial has no segment yet')")
+    assert tab.locator("#shown figcaption").count() > 2  # the others are still shown
 
 
 @pytest.mark.slow
@@ -237,6 +269,13 @@ def test_the_viewer_mounts(tab: Any, served: Served) -> None:
     tab.goto(f"{served.address}viewer")
     tab.wait_for_selector("#viewer *")
     assert "Dyck viewer" in text_of(tab)
+    options = "[...document.querySelectorAll('select[aria-label=Run] option')].map(o => [o.textContent, o.disabled])"
+    tab.wait_for_function(f"{options}.length === 4")
+    offered = tab.evaluate(options)
+    assert offered[0] == ["0: loop.h5", False]
+    assert offered[3] == ["3: damaged.h5, cannot be read", True]
+    tab.goto(f"{served.address}viewer?run=3")
+    tab.wait_for_selector("text=damaged.h5 is no HDF5 file, or a damaged one")
 
 
 # ---- without a browser
@@ -288,7 +327,8 @@ def test_what_a_link_asks_for_and_does_not_get_is_said(runs: list[RunFile], tmp_
     assert said("/viewer", "?run=99").startswith("There is no run 99 here (they go from 0 to 2)")
     assert "loop.h5 is shown" in said("/attention-sink", "?run=99")
     assert "damaged.h5" in said("/attention-sink", "?run=2")
-    assert "nothing is shown beside" in said("/attention-sink", "?run=0&against=7")
+    assert "it is not shown beside" in said("/attention-sink", "?run=0&against=7")
+    assert said("/attention-sink", "?run=0&against=1,9,x").count("There is no run") == 2
     assert said("/attention-sink", "?run=1&against=1") == "base.h5 is not compared with itself."
 
 
@@ -315,6 +355,35 @@ def test_numbers_are_worked_out_once_and_anew_when_the_file_changes(
     assert "no HDF5 file, or a damaged one" in str(run.trouble())
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_bytes_are_said_with_the_files_name(
+    seed: int, looped_run: Path, tmp_path: Path
+) -> None:
+    """Wherever they stand: whatever h5py raises is a sentence, and a report is not written."""
+    rng = np.random.default_rng(seed)
+    content = bytearray(looped_run.read_bytes())
+    for start in rng.integers(0, len(content), 6):
+        content[start : start + 64] = rng.bytes(64)
+    file = tmp_path / "broken.h5"
+    file.write_bytes(content)
+    run = RunFile(file, recorded_probe)
+    asked: list[Callable[[], Any]] = [run.root, run.attributes, run.facts]
+    asked += [
+        lambda name=name: run.tree(name) for name in ("attention-sink", "router-overlap", "loss")
+    ]
+    troubles = []
+    for ask in asked:
+        try:
+            ask()
+        except SmeltscopeError as error:
+            troubles.append(str(error))
+    assert all("broken.h5" in text for text in troubles), troubles
+    if troubles:
+        with pytest.raises(SmeltscopeError, match=r"broken\.h5"):
+            write_report([RunFile(file, recorded_probe)], tmp_path / "x.html")
+        assert not (tmp_path / "x.html").exists()
+
+
 def test_the_baseline_is_found(runs: list[RunFile]) -> None:
     assert baseline_of(runs[0], runs, "loss") is runs[1]
     assert baseline_of(runs[1], runs, "loss") is None
@@ -326,7 +395,7 @@ def test_the_baseline_is_found(runs: list[RunFile]) -> None:
     [
         Place(),
         Place(probe="loss", run=1),
-        Place(probe="attention-sink", run=0, against=1, picked={"category": EVIL, "layer": "3"}),
+        Place(probe="attention-sink", run=0, against=(1,), picked={"category": EVIL, "layer": "3"}),
     ],
 )
 def test_an_address_says_all_of_a_place(place: Place, runs: list[RunFile]) -> None:
@@ -339,8 +408,15 @@ def test_an_address_says_all_of_a_place(place: Place, runs: list[RunFile]) -> No
 )
 def test_an_address_that_nobody_wrote(search: str, runs: list[RunFile]) -> None:
     place = place_of("/attention-sink", search, runs)
-    assert place.run in (0, 1) and place.against in (None, 1)
-    assert place_of("/loss", f"?run=0&against={NO_RUN}", runs).against is None
+    assert place.run in (0, 1) and place.against in ((), (1,))
+    assert place_of("/loss", f"?run=0&against={NO_RUN}", runs).against == ()
+
+
+def test_a_run_stands_beside_itself_and_twice_nowhere(runs: list[RunFile]) -> None:
+    three = [*runs, *run_files_of([runs[0].given])]
+    assert place_of("/loss", "?run=1&against=2,0,1,2,,7", three).against == (2, 0)
+    assert place_of("/router-overlap", "?run=0&against=2", three).against == (2,)
+    assert address_of(Place(probe="loss", run=1, against=(2, 0))) == "/loss?run=1&against=2,0"
 
 
 def test_numbers_of_what_is_picked(runs: list[RunFile]) -> None:
