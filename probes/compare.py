@@ -27,7 +27,7 @@ def compare(
     """B minus A, for every quantity that both runs have of a probe.
 
     `X` is the difference, `X_low` and `X_high` its 95 % interval (`X_low_all` and `X_high_all` as in `summarize`),
-    `X_a` and `X_b` what it is the difference of. Each draw of the bootstrap takes the same documents for both, so that
+    `X_a` and `X_b` what it is the difference of (of the probe's `names` these alone). Each draw of the bootstrap takes the same documents for both, so that
     what varies between texts cancels where it is alike in both. Executions are matched by layer and visit,
     other dimensions by their labels; what only one run has is left out, whole quantities by name in the
     attributes `only_a` and `only_b`, and so are means over pairs of visits (`X_overall` beside `X_by_pair`) of models with
@@ -71,6 +71,7 @@ def compare(
             family=of_a[name].family,
         )
         for name in of_a
+        if name not in probe_a.names
     }
     labels = a.to_dataset().isel({dim: index for dim, (index, _) in places.items()})
     values = {
@@ -83,8 +84,8 @@ def compare(
         .assign(values)
         .assign_attrs(
             probe=probe_a.name,
-            only_a=[name for name in found_a if name not in {*differences, *mixed}],
-            only_b=[name for name in found_b if name not in {*differences, *mixed}],
+            only_a=[name for name in found_a if name not in {*of_a, *mixed}],
+            only_b=[name for name in found_b if name not in {*of_b, *mixed}],
             documents=len(np.unique(a["segments"]["document"])),
         )
     )

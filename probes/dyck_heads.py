@@ -78,6 +78,7 @@ class DyckHeads(Probe):
     donors: HeldOut | None = field(default=None, repr=False, compare=False)  # the run's prompts
 
     name = "dyck-heads"
+    names = ("dyck_head_layer", "dyck_head", "dyck_group_layer", "dyck_group")
     resampled = "items"
     sites = ()
     reads_output = True
@@ -193,8 +194,8 @@ class DyckHeads(Probe):
         for (shots, _, half), segments in alike.items():
             if len(segments) < 2:
                 raise SmeltscopeError(
-                    f"There is one nested prompt alone with {shots} shots in half {half}, and none to resample from: "
-                    "use four prompts or more, or the ablation 'zero'."
+                    f"There is one nested prompt alone with {shots} shot{'' if shots == 1 else 's'} in half {half}, and none to resample from: "
+                    "use four nested prompts or more (--nested 4), or the ablation 'zero'."
                 )
             following = zip(segments, segments[1:] + segments[:1], strict=True)
             donors |= {_key(labels, segment): donor for segment, donor in following}
@@ -243,7 +244,7 @@ class DyckHeads(Probe):
 
         What was chosen on half 0, on half 1: `dyck_X_layer` and `dyck_X`, which it is; over (ablated_visits) `dyck_X_rise`,
         beside `mean_X_rise` of all; over (shots, ablated_visits) `dyck_X_rise_by_shots`; `dyck_X_interaction`; `dyck_X_rank`
-        by the rise at all visits (1: the largest) among `X_number`. Over (ablated_visits): `X_rank_stability`, Spearman's correlation of the rises
+        by the rise at all visits (1: the largest) among `X_number`. Missing where no ablation raises the perplexity. Over (ablated_visits): `X_rank_stability`, Spearman's correlation of the rises
         between the halves. Intervals draw items again, within each half; the choice stays as it was made.
         """
         data = run["dyck_heads"].dataset
@@ -297,6 +298,11 @@ def sentence(summary: xr.Dataset) -> str:
     if "perplexity" not in summary:
         return "No layer is visited twice, or no prompt is nested: there is no head to search for."
     if "dyck_head" not in summary:
+        if (summary["targets"] > 0).all():
+            return (
+                "No head matters: on the half of the prompts that chooses, no ablation raises the perplexity of the targets "
+                f"({float(summary['perplexity'][0]):.3g})."
+            )
         return "Both halves need prompts with targets: one to choose a head, one to judge it."
 
     def shown(name: str, form: str, **place: Any) -> str:
@@ -312,8 +318,15 @@ def sentence(summary: xr.Dataset) -> str:
         f"{shown('dyck_head_rise', '+.3g', ablated_visits=v)} at visit {v} alone" for v in visits
     )
     guessed = {name: float(summary[f"perplexity_{name}"][1]) for name in GUESSES}
+    low = summary["dyck_head_rise_low"][0]
+    doubt = (
+        ""
+        if low.isnull() or low > 0
+        else " The other half does not confirm the choice: the interval holds 0."
+    )
     groups = ""
-    if summary["group_number"] < summary["head_number"]:  # else they are the heads
+    # else they are the heads
+    if "dyck_group" in summary and summary["group_number"] < summary["head_number"]:
         groups = (
             f" Of {int(summary['group_number'])} K/V groups, group {int(summary['dyck_group'])} of layer "
             f"{int(summary['dyck_group_layer'])} matters most: {shown('dyck_group_rise', '+.3g', ablated_visits=0)} at all "
@@ -327,7 +340,7 @@ def sentence(summary: xr.Dataset) -> str:
         f"(interaction {shown('dyck_head_interaction', '+.3g')}); the mean head by "
         f"{shown('mean_head_rise', '+.3g', ablated_visits=0)}. It ranks {shown('dyck_head_rank', '.0f')} of "
         f"{int(summary['head_number'])} there; rank correlation of heads between the halves: "
-        f"{shown('head_rank_stability', '.2f', ablated_visits=0)}.{groups}"
+        f"{shown('head_rank_stability', '.2f', ablated_visits=0)}.{doubt}{groups}"
     )
 
 
@@ -456,9 +469,9 @@ def _chosen(
     rise_by_shots: Estimate,
     interaction: Estimate,
 ) -> Quantities:
-    """What half 0 chooses by the rise at all visits, and what half 1 says of it."""
+    """What half 0 chooses by the rise at all visits, and what half 1 says of it; nothing where no ablation makes it rise."""
     choosing = rise.value[0, 0]  # (looped_layer, head)
-    if not np.isfinite(choosing).any() or not np.isfinite(rise.value[1, 0]).any():
+    if not np.nanmax(choosing, initial=0.0) > 0 or not np.isfinite(rise.value[1, 0]).any():
         return {}
     layer, head = np.unravel_index(np.nanargmax(choosing), choosing.shape)
     visits = range(rise.value.shape[1])

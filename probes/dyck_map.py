@@ -48,6 +48,7 @@ class DyckMap(Probe):
     """
 
     name = "dyck-map"
+    names = ("dyck_head_layer", "dyck_head")
     resampled = "items"
     sites = ("attention", "rows")
 

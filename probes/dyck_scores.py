@@ -206,7 +206,8 @@ class DyckScores(Probe):
         }
         parted = (*rights, *(name for name in REFERENCES if name != "kept_shots"))
         readable = {f"{name}_by_readable": mean(name, by_readable) for name in parted}
-        readable["items_by_readable"] = _items(labels, by_readable)
+        asked = scored.any(0)[:, None]  # numbers of shots that only nested prompts have are not
+        readable["items_by_readable"] = _items(labels, by_readable).where(asked)
         return {
             **quantities(("shots",), by_shots),
             **quantities(("shots", "prompt_seed"), seeds),

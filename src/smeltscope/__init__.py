@@ -16,6 +16,7 @@ except PackageNotFoundError:  # a checkout that was never installed
 _LAZY = {
     "capture": ("smeltscope.activations", "capture"),
     "dyck": ("smeltscope.api", "dyck"),
+    "dyck_prompt": ("smeltscope.api", "dyck_prompt"),
     "dyck_state": ("smeltscope.api", "dyck_state"),
     "load_checkpoint": ("smeltscope.model", "load_checkpoint"),
     "open": ("smeltscope.activations", "open_run"),

@@ -159,6 +159,39 @@ def dyck(
         return open_run(file)
 
 
+def dyck_prompt(
+    model: "str | Path | Checkpoint | PreTrainedModel",
+    prompt: str,
+    *,
+    template: str | Path = "bigbench",
+    tokenizer: Any = None,
+    **loading: Any,
+) -> xr.Dataset:
+    """What `probe dyck --prompt` shows, for Python: one prompt as typed, its answer, and where every head looks.
+
+    Laid out like the group `dyck_patterns` of a run, without `example`: `row` (execution, head, target_number, key), the
+    attention of the position that predicts each target; `pattern` (execution, head, query, key), all of them; `token`,
+    `key_region` (an index into `region_name`), `gold` and `predicted`; `layer` and `visit` of each execution. Raises
+    `SmeltscopeError` where the command would end with its sentence.
+
+        found = smeltscope.dyck_prompt("smelt-tiny", "Input: ( [\nOutput:")
+        found["row"].sel(head=3).isel(execution=2)
+    """
+    from smeltscope.model import executions_of
+    from smeltscope.probes.patterns import patterns_of
+    from smeltscope.probes.prompts import layout_of
+    from smeltscope.tasks.dyck import parse_prompt
+
+    checkpoint = _checkpoint(model, tokenizer, loading)
+    found = patterns_of(checkpoint, parse_prompt(prompt, **layout_of(checkpoint, template)), [0])
+    executions = executions_of(checkpoint.model.config)
+    places = {
+        name: ("execution", [getattr(e, name) for e in executions]) for name in ("layer", "visit")
+    }
+    arrays = {name: (array.dims, array.values) for name, array in found.arrays.items()}
+    return xr.Dataset(arrays, coords={**found.dimensions, **places}).isel(example=0, drop=True)
+
+
 def dyck_state(
     model: "str | Path | Checkpoint | PreTrainedModel",
     data: str | Path | None = None,
@@ -324,12 +357,10 @@ def _prompts(
     **asked: Any,  # of `item_sets`
 ) -> HeldOut:
     """Dyck prompts as a checkpoint reads them; the log says what they are."""
-    from smeltscope.commands.dyck import item_sets, make_heldout
+    from smeltscope.commands.dyck import make_prompts
 
-    sets = item_sets(data=None if data is None else Path(data), **asked)
-    heldout = make_heldout(checkpoint, sets, str(template))
-    terminal.data(log, heldout)
-    return heldout
+    path = None if data is None else Path(data)
+    return make_prompts(checkpoint, log, data=path, template=str(template), **asked)[1]
 
 
 def _heldout(

@@ -84,10 +84,14 @@ def make_prompts(
     common = most_common_answer(item_set.query for item_set in sets)
     made: list[tuple[Segment, dict[str, Any]]] = []
     notes = list(reader.notes)
+    fitted: dict[int, tuple[Segment, ItemSet]] = {}  # where k do not fit, more keep the same
     for k in shots:
         shown = [replace(item_set, demonstrations=item_set.demonstrations[:k]) for item_set in sets]
-        segments = [_segment(reader, item_set, template) for item_set in shown]
-        too_long = [len(segment.ids) > context for segment in segments]
+        segments = [
+            fitted[i][0] if i in fitted else _segment(reader, item_set, template)
+            for i, item_set in enumerate(shown)
+        ]
+        too_long = [i in fitted or len(s.ids) > context for i, s in enumerate(segments)]
         if kind == "nested" and any(too_long) and k == shots[0]:
             raise SmeltscopeError(
                 f"A nested prompt with {k} shot{'s' * (k != 1)} has {max(len(s.ids) for s in segments)} tokens with its "
@@ -101,9 +105,11 @@ def make_prompts(
             )
             break
         for i, (segment, item_set) in enumerate(zip(segments, shown, strict=True)):
-            if len(segment.ids) > context:
-                item_set = _shortened(reader, item_set, template, context)
-                segment = _segment(reader, item_set, template)
+            if too_long[i]:
+                if i not in fitted:
+                    short = _shortened(reader, item_set, template, context)
+                    fitted[i] = _segment(reader, short, template), short
+                segment, item_set = fitted[i]
             labels = {
                 "kind": kind,
                 "prompt_seed": seed,

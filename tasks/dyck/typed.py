@@ -94,11 +94,15 @@ def _said_of(what: str, number: int, text: str) -> Iterator[None]:
 
 
 def _pairing_of(shots: Sequence[tuple[str, str]]) -> Pairing:
-    """The pairs that inputs and answers show, the query's last; the usual ones where all of them are usual."""
+    """The pairs that inputs and answers show, the query's last; the usual ones where all of them are usual.
+
+    And where only the query's own input pairs usual closers otherwise: that is a slip, which reading it then names.
+    """
     shown = _pairs_shown(shots)
     usual = dict(zip(USUAL.openers, USUAL.closers, strict=True))
     unusual = [opener for opener, (closer, _) in shown.items() if closer != usual[opener]]
-    if not unusual:
+    query = f"input {len(shots)}"
+    if all(shown[o][1] == query and shown[o][0] in USUAL.closers for o in unusual):
         return USUAL
     for number, (text, answer) in enumerate(shots, 1):
         lacking = " ".join(dict.fromkeys(s for s in text if s in OPENERS and s not in shown))

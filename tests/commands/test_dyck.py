@@ -91,7 +91,38 @@ def test_show_and_compare(finished: Path, probe: Callable[..., Any]) -> None:
     baseline = finished.with_name("run-baseline.h5")
     compared = probe("compare", baseline, finished)
     assert compared.code == 0, compared.err
-    assert "dyck-scores, B - A" in compared.out
+    scores, found = compared.out.split("dyck-map, B - A")
+    assert "dyck-scores, B - A" in scores and "token loss" in scores
+    # Regions at the visit that both have; the other visit is the SMELT's alone.
+    run, other = (
+        smeltscope.summarize(smeltscope.open(f), "dyck-map") for f in (finished, baseline)
+    )
+    for region in ("bos", "demo_answer", "query_input"):
+        row = next(line.split() for line in found.splitlines() if line.split()[:1] == [region])
+        for part, shown in zip((other, run), row[1:], strict=False):
+            value = float(part["mass_visit_1_overall"].sel(map_region=region))
+            assert float(shown) == pytest.approx(value, abs=6e-4)
+    assert "Only B has" in found and "mass visit 2 overall" in found
+
+
+def test_heads_of_two_runs_are_compared(
+    finished: Path, probe: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The head of each is named, and no difference made of their numbers."""
+    out = tmp_path / "zero.h5"
+    more = ("--shots", "0,2", "--nested", 4, "--ablation", "zero", "--out", out, "-q")
+    assert probe(*ARGUMENTS, *more).code == 0
+    result = probe("compare", finished, out)
+    heads = [
+        f"{letter} head {int(found['dyck_head'])} of layer {int(found['dyck_head_layer'])}"
+        for letter, file in (("A", finished), ("B", out))
+        for found in [smeltscope.summarize(smeltscope.open(file), "dyck-heads", draws=0)]
+    ]
+    assert f"The Dyck head: {', '.join(heads)}." in result.out
+    assert "dyck head rise" in result.out and "perplexity" not in result.out  # which is the same
+    rows = probe("compare", "--csv", finished, out).out.splitlines()
+    named = [row for row in rows if row.startswith("dyck-heads,dyck_head_layer")]
+    assert [row.split(",")[1] for row in named] == ["dyck_head_layer_a", "dyck_head_layer_b"]
 
 
 def test_the_same_numbers_as_json(
@@ -123,6 +154,22 @@ def test_one_prompt(probe: Callable[..., Any]) -> None:
     attention = np.array(found["attention"])  # (visit, target, key)
     np.testing.assert_allclose(attention.sum(-1), 1, atol=1e-5)
     assert found["visits"] == [1, 2] and [t.strip() for t in found["gold"]] == [")", ">"]
+    assert found["pairs"] == "usual" and "Pairs as" not in result.out
+    # The prompt again, the name of each region before what is of it.
+    parted = result.out.split("Regions\n")[1].split("\n\nVisit 1")[0]
+    assert parted.endswith("Output:<query_answer> ) >") and "<demo_answer> ] )<separator>" in parted
+    python = smeltscope.dyck_prompt("smelt-tiny", PROMPT, device="cpu")
+    at = [e for e in range(12) if python["layer"][e] == 3]
+    rows = python["row"].isel(execution=at, head=1)
+    np.testing.assert_allclose(rows, attention, atol=1e-6)
+    assert python["token"].values.tolist() == found["tokens"]
+
+
+def test_pairs_that_the_prompt_shows_are_told(probe: Callable[..., Any]) -> None:
+    prompt = "Input: ( [\\nOutput: # )\\nInput: { ! ( [\\nOutput:"
+    result = probe("dyck", "--device", "cpu", "--prompt", prompt, "--head", "3.1")
+    assert "Pairs as the prompt shows them: ( by ), [ by #, { by !." in result.out
+    assert "Answer:    # )" in result.out
 
 
 def test_the_head_of_a_run(finished: Path, probe: Callable[..., Any]) -> None:
@@ -278,6 +325,7 @@ def test_state(probe: Callable[..., Any], tmp_path: Path) -> None:
         (("--template", "nowhere.toml"), "nowhere.toml"),
         (("--pairing", "in-context", "--data", "nowhere.jsonl"), "--pairing"),
         (("--nested", 1), "one nested prompt"),
+        (("--shots", "0,9999"), "9,999 shots does not fit into the 512 tokens"),
         (("--prompt", PROMPT, "--data", "x.jsonl"), "no use for --data:"),
         (("--prompt", PROMPT, "--baseline", "smelt-tiny"), "no use for --baseline:"),
     ],

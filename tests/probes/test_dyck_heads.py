@@ -22,7 +22,7 @@ from smeltscope.model import (
     tiny,
 )
 from smeltscope.probes import RunOptions, run_probes, summarize
-from smeltscope.probes.dyck_heads import DyckHeads
+from smeltscope.probes.dyck_heads import DyckHeads, dyck_head_of
 from smeltscope.probes.dyck_scores import GUESSES
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
 
@@ -345,6 +345,24 @@ def test_a_known_head_is_found(search, ablation):
     text = DyckHeads().sentence(summary)
     assert f"Head {HEAD} of layer {LAYER} matters most" in text and "ranks 1 [1, 1] of 12" in text
     assert "at visit 1 alone" in text and "at visit 2 alone" in text
+
+
+def test_no_head_where_none_matters(search):
+    """Heads that write nothing: no ablation changes a number, and no head is called the Dyck head."""
+    model = tiny("smelt", **TWO)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    summary = summarize(search(model, random_prompts()), DyckHeads(), draws=20)
+    assert (summary["head_rise"] == 0).all() and "dyck_head" not in summary
+    assert DyckHeads().sentence(summary).startswith("No head matters: ")
+    assert dyck_head_of(summary) is None
+
+
+def test_a_choice_that_the_other_half_does_not_confirm_is_told(search):
+    summary = summarize(search(tiny("smelt", **TWO), random_prompts()), DyckHeads(), draws=20)
+    for low, told in ((-0.1, True), (0.1, False), (np.nan, False)):
+        found = summary.assign(dyck_head_rise_low=summary["dyck_head_rise_low"] * 0 + low)
+        assert ("does not confirm the choice" in DyckHeads().sentence(found)) == told
 
 
 def test_visits_that_write_nothing(search):

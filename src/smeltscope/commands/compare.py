@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
     from smeltscope.probes.grouping import By
 
-FEW = 2  # quantities of a probe that are shown
+FEW = 2  # quantities of a probe that are shown, where nothing else is said
+# What is shown of each, over rows of their own.
+COMPARED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dyck-scores": (("exact", "all_right"), ("token_loss",)),
+    "dyck-heads": (("perplexity",), ("dyck_head_rise",)),
+    "dyck-map": (
+        ("mass_visit_1_overall",),
+        ("mass_visit_2_overall",),
+        ("change_overall",),
+        ("retarget_overall",),
+    ),
+}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,18 +95,24 @@ def _compared(
 
 def _print_rows(console: "Console", name: str, found: "xr.Dataset") -> None:
     """The first quantities, each execution or pair of visits by itself, and those that are one number."""
-    shown = _shown(name, found)
-    columns = [column for quantity in shown for column in _columns(found, quantity)]
-    if columns:
+    for shown in _shown(name, found):
+        columns = [column for quantity in shown for column in _columns(found, quantity)]
         tables.print_table(console, found, columns)
-    for quantity in shown:
-        console.print(_decided(found, quantity))
+        for quantity in shown:
+            console.print(_decided(found, quantity))
     single = [q for q in _quantities(found) if not found[q].ndim and found[f"{q}_low"].notnull()]
     for quantity in single[:FEW]:
         ends = [found[f"{quantity}{end}"] for end in ("", "_low", "_high")]
         a, b = (terminal.number(found[f"{quantity}_{side}"]) for side in "ab")
         difference = terminal.with_interval(*ends, signed=True)
         console.print(f"{_words(quantity)}: A {a}, B {b}, B - A {difference}")
+    if "dyck_head_a" in found:
+        heads = (
+            f"{side.upper()} head {int(found[f'dyck_head_{side}'])} of layer "
+            f"{int(found[f'dyck_head_layer_{side}'])}"
+            for side in "ab"
+        )
+        console.print(f"The Dyck head: {', '.join(heads)}.")
     for side in "ab":
         only = found.attrs[f"only_{side}"]
         if only:
@@ -133,8 +150,8 @@ def _print_groups(
 ) -> None:
     """The first quantities for each group of documents."""
     found, empty = _grouped(name, a, b, by=by)
-    columns = [column for q in _shown(name, found) for column in _columns(found, q)]
-    if columns:
+    for shown in _shown(name, found):
+        columns = [column for quantity in shown for column in _columns(found, quantity)]
         tables.print_table(console, found, columns)
     console.print(
         "Means over layers and heads; in brackets beside a group the number of its documents."
@@ -147,12 +164,18 @@ def _quantities(found: "xr.Dataset") -> list[str]:
     return [str(name) for name in found.data_vars if f"{name}_low" in found]
 
 
-def _shown(name: str, found: "xr.Dataset") -> list[str]:
-    """The first quantities that a table can hold, all over the same rows; none that is the same in both throughout."""
-    chosen = [q for table in tables.TABLES.get(name, [_quantities(found)]) for q in table]
-    differing = [q for q in chosen if q in found and bool((found[q] != 0).any())]
-    rows = {q: c[0].rows for q in differing if (c := tables.columns_of(found, q))}
-    return [q for q in rows if rows[q] == next(iter(rows.values()))][:FEW]
+def _shown(name: str, found: "xr.Dataset") -> list[list[str]]:
+    """The quantities of each table: those chosen above, else the first ones that are over the same rows; none that is the
+    same in both throughout."""
+    every = [tuple(q for table in tables.TABLES.get(name, [_quantities(found)]) for q in table)]
+    shown = []
+    for chosen in COMPARED.get(name, every):
+        differing = [q for q in chosen if q in found and bool((found[q] != 0).any())]
+        rows = {q: c[0].rows for q in differing if (c := tables.columns_of(found, q))}
+        alike = [q for q in rows if rows[q] == next(iter(rows.values()))]
+        if alike:
+            shown.append(alike[:FEW])
+    return shown
 
 
 def _columns(found: "xr.Dataset", quantity: str) -> list[tables.Column]:

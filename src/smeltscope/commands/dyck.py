@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from smeltscope.tasks.dyck.prompts import Kind
 
 NESTED_SHOTS = (1, 2, 4, 8)
+MANY = 1_000  # prompts that take long to make
 _OF_RUNS = (  # options that --prompt has no use for
     "data", "items", "shots", "seeds", "pairing", "reveal", "baseline", "nested", "ablation", "examples", "batch_tokens",
     "seed", "force",
@@ -169,21 +170,18 @@ def _run(given: dict[str, Any]) -> None:
     if not reuse:
         check_out(out, force=force)
     log = terminal.make_log(quiet=given["quiet"])
-    checkpoint = load_model(**given)
-    sets = item_sets(**given)
-    heldout = make_heldout(checkpoint, sets, given["template"])
-    terminal.data(log, heldout)
-    probes = probes_of_dyck(heldout, **given)
-    other = None
+    checkpoint, other = load_model(**given), None
     if given["baseline"] is not None:
         check_out(beside, force=force)
         as_trained = {"visits": None, "residual_scale": None, "untrained": False}
         other = load_model(**given | as_trained | {"ckpt": given["baseline"]})
-        if make_heldout(other, sets, given["template"]).digest != heldout.digest:
-            raise SmeltscopeError(
-                f"{other.name} does not see the same tokens in these prompts as {checkpoint.name}: a comparison "
-                "needs a checkpoint with the same tokenizer and context."
-            )
+    sets, heldout = make_prompts(checkpoint, log, **given)
+    probes = probes_of_dyck(heldout, **given)
+    if other and make_heldout(other, sets, given["template"]).digest != heldout.digest:
+        raise SmeltscopeError(
+            f"{other.name} does not see the same tokens in these prompts as {checkpoint.name}: a comparison "
+            "needs a checkpoint with the same tokenizer and context."
+        )
     given = given | {"log": log}
     measure_dyck(checkpoint, heldout, probes, **given | {"out": out, "reuse": reuse})
     if other is not None:
@@ -248,6 +246,30 @@ def item_sets(
         sets = dyck.nested_sets(nested, max(NESTED_SHOTS), seed, pairing=pairing, reveal=reveal)
         asked.append(Asked(sets=sets, shots=NESTED_SHOTS, seed=0, kind="nested"))
     return asked
+
+
+def make_prompts(
+    checkpoint: "Checkpoint", log: "Console", *, template: str, **asked: Any
+) -> tuple[list[Asked], "HeldOut"]:
+    """The item sets that the options ask for, and their prompts; the log says what is going on, and what they are."""
+    from smeltscope.tasks import dyck
+
+    dyck.read_template(template)  # what is wrong with it is told before the long part
+    most = max(asked["shots"], default=0)
+    if most > checkpoint.context:
+        raise SmeltscopeError(
+            f"A prompt of {most:,} shots does not fit into the {checkpoint.context} tokens of {checkpoint.name}: ask for "
+            "fewer --shots."
+        )
+    with log.status("Drawing items"):
+        sets = item_sets(**asked)
+    number = sum(len(part.sets) * len(part.shots) for part in sets)
+    if number >= MANY and not log.is_terminal:
+        log.print(f"Making {number:,} prompts.")
+    with log.status(f"Making {number:,} prompts"):
+        heldout = make_heldout(checkpoint, sets, template)
+    terminal.data(log, heldout)
+    return sets, heldout
 
 
 def make_heldout(checkpoint: "Checkpoint", asked: Sequence[Asked], template: str) -> "HeldOut":

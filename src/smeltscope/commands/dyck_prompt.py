@@ -32,6 +32,10 @@ def show_prompt(
     heldout = dyck.parse_prompt(text, **layout_of(checkpoint, template))
     found = patterns_of(checkpoint, heldout, [0])
     arrays = {name: array.values for name, array in found.arrays.items()}
+    assert heldout.prompts is not None
+    pairs = str(heldout.prompts.labels["item"][0]).partition(", ")[
+        2
+    ]  # where they are not the usual ones
     regions = [str(name) for name in found.dimensions["region_name"]]
     layers, visits = _executions(checkpoint)
     layer, chosen, why = _head(head, out, checkpoint, arrays["row"], layers, visits)
@@ -45,6 +49,7 @@ def show_prompt(
                 "targets": arrays["target"][0].tolist(),
                 "gold": arrays["gold"][0].tolist(),
                 "predicted": arrays["predicted"][0].tolist(),
+                "pairs": pairs or "usual",
                 "layer": layer,
                 "head": chosen,
                 "why": why,
@@ -54,9 +59,12 @@ def show_prompt(
         )
         return
     console = terminal.make_output()
+    if pairs:
+        console.print(f"Pairs as the prompt shows them: {pairs}.")
     _print_answer(console, arrays)
     console.print(f"Head {chosen} of layer {layer} ({why}).\n", soft_wrap=True)
     tokens, region = arrays["token"][0], arrays["key_region"][0]
+    _print_regions(console, tokens, region, regions)
     for visit, at in enumerate(shown):
         console.print(f"Visit {visits[at]}, mean over targets", style="bold")
         _print_visit(console, mass[visit].mean(0), tokens, region, regions)
@@ -149,6 +157,23 @@ def _print_answer(console: "Console", arrays: dict[str, Any]) -> None:
         f"The model: {' '.join(text.strip() or repr(text) for text in predicted)}  "
         f"({sum(right)} of {len(right)} right, each after the right ones before it)"
     )
+
+
+def _print_regions(
+    console: "Console", tokens: "np.ndarray", region: "np.ndarray", regions: Sequence[str]
+) -> None:
+    """The prompt, the name of its region before each stretch of tokens."""
+    from rich.text import Text
+
+    console.print("Regions", style="bold")
+    text, before = Text(), -1
+    for token, here in zip(tokens, region, strict=True):
+        if here != before:
+            text.append(f"<{regions[here]}>", "dim")
+        text.append(str(token).replace("\n", "\u23ce\n"))
+        before = here
+    console.print(text)
+    console.print()
 
 
 def _print_visit(

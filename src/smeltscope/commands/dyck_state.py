@@ -7,9 +7,8 @@ import click
 
 from smeltscope.commands import running, tables, terminal
 from smeltscope.commands.dyck import (
-    item_sets,
-    make_heldout,
     make_prompt_options,
+    make_prompts,
     options_of_run,
 )
 from smeltscope.commands.options import (
@@ -44,8 +43,7 @@ def dyck_state(**given: Any) -> None:
     check_out(out, force=given["force"])
     log = terminal.make_log(quiet=given["quiet"])
     checkpoint = load_model(**given)
-    heldout = make_heldout(checkpoint, item_sets(**given, generated=ITEMS), given["template"])
-    terminal.data(log, heldout)
+    _, heldout = make_prompts(checkpoint, log, **given, generated=ITEMS)
     probe = make_probe("dyck-state")
     assert isinstance(probe, DyckState)
     with terminal.progress(log) as on_progress:

@@ -75,30 +75,44 @@ def print_map(console: "Console", summary: "xr.Dataset") -> None:
         layer, chosen = (int(place[dim]) for dim in ("looped_layer", "head"))
         physical = int(summary["looped_layer"].values[layer])
         which = "of all heads the one that most turned to answers, picked here"
-    executions = np.flatnonzero(summary["layer"].values == physical)
     console.print(f"Head {chosen} of layer {physical} ({which}), attention by region:")
-    table = _table(
-        "region",
-        "uniform",
-        *(f"visit {summary['visit'].values[e]}" for e in executions),
-        *("change", "release", "retarget") * (len(executions) > 1),
+    at = {"looped_layer": layer, "head": chosen}
+    places = zip(summary["layer"].values, summary["visit"].values, strict=True)
+    executions = {int(visit): e for e, (of, visit) in enumerate(places) if of == physical}
+    for number_of_pair, pair in enumerate(summary["visit_pair"].values.tolist()):
+        visits = [int(visit) for visit in pair.split("-")]
+        if set(visits) <= set(executions):  # layers may have other numbers of visits
+            two = {visit: executions[visit] for visit in visits}
+            _print_map_of_pair(console, summary, two, at | {"visit_pair": number_of_pair})
+    console.print(
+        "Change from one visit to the other: release is the first token's mass handed out in proportion, retarget the "
+        "rest.",
+        style="dim",
     )
+
+
+def _print_map_of_pair(
+    console: "Console", summary: "xr.Dataset", executions: dict[int, int], at: dict[str, int]
+) -> None:
+    """A head's mass by region at two visits, and the change; `executions` by visit."""
+    visits = (f"visit {visit}" for visit in executions)
+    table = _table("region", "uniform", *visits, "change", "release", "retarget")
     for region in summary["map_region"].values.tolist():
         of_region = summary.sel(map_region=region)
-        at = {"looped_layer": layer, "head": chosen, "visit_pair": 0}
-        masses = [number(of_region["mass"].isel(execution=e, head=chosen)) for e in executions]
+        masses = [
+            number(of_region["mass"].isel(execution=e, head=at["head"]))
+            for e in executions.values()
+        ]
         if set(masses) == {"-"}:
             continue
-        parts = [_shown(of_region, "change", at)]
-        parts += [number(of_region[n].isel(at), signed=True) for n in ("release", "retarget")]
-        uniform = number(of_region["uniform"].isel(execution=executions[0]))
-        table.add_row(region, uniform, *masses, *(parts if len(executions) > 1 else []))
-    console.print(table)
-    if len(executions) > 1:
-        console.print(
-            "Change from visit 1 to 2: release is the first token's mass handed out in proportion, retarget the rest.",
-            style="dim",
+        table.add_row(
+            region,
+            number(of_region["uniform"].isel(execution=next(iter(executions.values())))),
+            *masses,
+            _shown(of_region, "change", at),
+            *(number(of_region[n].isel(at), signed=True) for n in ("release", "retarget")),
         )
+    console.print(table)
 
 
 def _table(*headers: str) -> "Table":

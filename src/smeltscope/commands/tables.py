@@ -28,6 +28,7 @@ HEADS = ("head", "kv_head")
 ROWS = ("group", "step", "execution", "looped_layer", "visit_pair")
 MOST_COLUMNS = 8  # entries of a dimension that stand side by side
 DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
+COUNTS = r"(items|prompts|targets|tokens)(_by_|$)"  # and of those that count something
 ENDS = ("_low", "_high", "_low_all", "_high_all")  # of intervals
 FEWEST = 6  # documents of a category: of fewer, intervals are too narrow by more than a tenth
 FEW = 4  # quantities of a table that nobody has chosen
@@ -78,26 +79,32 @@ TABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "loss": (("loss",), ("swept_loss", "swept_change", "swept_kl"), ("loss_by_position",)),
     "dyck-scores": (
-        ("exact", "all_right", "symbol_accuracy", "answer_loss", "kept_shots"),
+        ("exact", "all_right", "bayes_query", "bayes_answers", "guess", "kept_shots"),
         (*GUESSES, "most_common"),
         *((score, *(f"{score}_{guess}" for guess in GUESSES)) for score in ANSWER_SCORES),
-        ("exact_by_readable", "all_right_by_readable"),
+        ("exact_by_readable", "all_right_by_readable", "items_by_readable"),
         ("bayes_query_by_readable", "bayes_inputs_by_readable", "bayes_answers_by_readable"),
-        ("guess_by_readable", "most_common_by_readable", "items_by_readable"),
+        ("guess_by_readable", "most_common_by_readable"),
         ("exact_sd", "all_right_sd"),
     ),
-    "dyck-state": (
-        ("accuracy", "control"),
-        ("change", "gained", "lost"),
-        ("majority", "token"),
-    ),
+    "dyck-state": (("accuracy", "control"), ("change", "gained", "lost")),
     "dyck-heads": (),
     "dyck-map": (),
 }
-OWN_TABLES: dict[str, Callable[["Console", "xr.Dataset"], None]] = {
-    "dyck-heads": dyck_tables.print_heads,
-    "dyck-map": dyck_tables.print_map,
+# What a table is of, by its first quantity, where a probe has several tables.
+TITLES = {
+    "bayes_nothing": "The whole answer right, without the model, by what is known of the pairs",
+    "symbol_accuracy": "Symbols right, each given those before it",
+    "token_loss": "Loss of a token of the answer, nats",
+    "answer_loss": "Loss of an answer, nats",
+    "nested_token_loss": "Nested prompts: loss of a token of the answer, nats",
+    "nested_answer_loss": "Nested prompts: loss of an answer, nats",
+    "exact_by_readable": "By whether the query's input shows every closer (1) or not (0)",
+    "bayes_query_by_readable": "The same without the model",
+    "exact_sd": "Standard deviation over the seeds of demonstrations",
 }
+# A dimension whose entries have tables of their own.
+APART = {"dyck-state": "state"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,22 @@ def result_of(run: "xr.DataTree", probe: "Probe", *, seed: int) -> Result:
     )
 
 
+def _print_levels(console: "Console", summary: "xr.Dataset") -> None:
+    """What is to be had of each state without a probe."""
+    console.print(
+        "Without a probe: the most common class, and that of the same token:", style="dim"
+    )
+    columns = [c for name in ("majority", "token") for c in columns_of(summary, name)]
+    print_table(console, summary, columns)
+
+
+OWN_TABLES: dict[str, Callable[["Console", "xr.Dataset"], None]] = {
+    "dyck-heads": dyck_tables.print_heads,
+    "dyck-map": dyck_tables.print_map,
+    "dyck-state": _print_levels,
+}
+
+
 def quantities_in(summary: "xr.Dataset") -> list[str]:
     """The quantities of a summary, without the ends of their intervals."""
     names = [str(name) for name in summary.data_vars]
@@ -135,13 +158,15 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
     """The tables of a probe, what it found in a sentence, and what the paper reports; if `brief`, the first table alone."""
     console.print(title, style="bold", soft_wrap=True)
     tables = tables_of(result.averaged, str(result.summary.attrs["probe"]))
-    tables = tables[:1] if brief else tables
-    for columns in tables:
-        print_table(console, result.averaged, columns)
+    for table in tables[:1] if brief else tables:
+        if table.title:
+            console.print(f"{table.title}:", style="dim")
+        print_table(console, result.averaged, table.columns)
     own_table = OWN_TABLES.get(str(result.summary.attrs["probe"]))
     if own_table is not None:
         own_table(console, result.summary)
-    if any(bool(column.low.notnull().any()) for columns in tables for column in columns):
+    lows = [low for name, low in result.summary.data_vars.items() if str(name).endswith("_low")]
+    if any(bool(low.notnull().any()) for low in lows):
         what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
         over, fewest = (result.summary.attrs[name] for name in ("resampled", "fewest"))
         console.print(
@@ -171,20 +196,36 @@ def _print_paper(console: "Console", summary: "xr.Dataset") -> None:
         console.print(textwrap.indent(wrapped, "  "), style="dim")
 
 
-def tables_of(summary: "xr.Dataset", probe: str) -> list[list["Column"]]:
-    """The columns of each table: those chosen above, else one table for each kind of row."""
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Columns over the same rows, and what they are of where that needs words."""
+
+    title: str
+    columns: list["Column"]
+
+
+def tables_of(summary: "xr.Dataset", probe: str) -> list[Table]:
+    """The tables that are chosen above, else one for each kind of row."""
     if probe in TABLES:
-        tables = [
-            [c for name in table if name in summary for c in columns_of(summary, name)]
-            for table in TABLES[probe]
-        ]
-        return [columns for columns in tables if columns]
+        dim, tables = APART.get(probe), []
+        parts = {"": summary}
+        if dim is not None:
+            parts = {str(label): summary.sel({dim: label}) for label in summary[dim].values}
+        for title, part in parts.items():
+            for names in TABLES[probe]:
+                columns = [c for name in names if name in part for c in columns_of(part, name)]
+                if columns:
+                    tables.append(Table(title=TITLES.get(names[0], title), columns=columns))
+        return tables
     by_rows: dict[tuple[str, ...], list[list[Column]]] = {}
     for name in quantities_in(summary):
         columns = columns_of(summary, name)
         if columns:
             by_rows.setdefault(columns[0].rows, []).append(columns)
-    return [[c for columns in found[:FEW] for c in columns] for found in by_rows.values()]
+    return [
+        Table(title="", columns=[c for columns in found[:FEW] for c in columns])
+        for found in by_rows.values()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +238,7 @@ class Column:
     low: "xr.DataArray"
     high: "xr.DataArray"
     signed: bool = False
+    counts: bool = False  # whole numbers
     needs_interval: bool = False  # it gets a place with its interval before other intervals do
 
 
@@ -232,6 +274,7 @@ def columns_of(
                     low=parts[1],
                     high=parts[2],
                     signed=is_difference or bool(re.search(DIFFERENCES, name)),
+                    counts=bool(re.match(COUNTS, name)),
                     needs_interval=is_difference,
                 )
             )
@@ -278,6 +321,9 @@ def print_table(console: "Console", summary: "xr.Dataset", columns: Sequence[Col
 
 
 def _cells(column: Column, places: Sequence[dict[str, int]], *, intervals: bool) -> list[str]:
+    if column.counts:
+        found = [float(column.values.isel(at)) for at in places]
+        return [number(value) if math.isnan(value) else f"{value:,.0f}" for value in found]
     if not intervals:
         return [number(column.values.isel(at), signed=column.signed) for at in places]
     return [

@@ -23,7 +23,7 @@ _LEFT_OUT = {
     "one_token_tail": "x a last segment of one token",
     "one_token_document": "x a document of one token",
     "empty_document": "x an empty document",
-    "demonstrations": "x a demonstration",
+    "demonstrations": "x a demonstration that did not fit",
     "doubled_start_token": "x a start token in front of the text, which each segment has anyway",
 }
 _LINE_EVERY = 30.0  # seconds, where there is no terminal to draw a bar on

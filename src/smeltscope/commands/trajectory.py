@@ -108,8 +108,8 @@ def trajectory(
     for name in names:
         console.print(name, style="bold")
         summary = summary_of(name, tables.HEADS + tables.ROWS)
-        for columns in tables.tables_of(summary, name)[:1]:
-            tables.print_table(console, summary, columns)
+        for table in tables.tables_of(summary, name)[:1]:
+            tables.print_table(console, summary, table.columns)
         console.print()
     console.print(
         "Means over heads and layers, with 95 % intervals over documents; all: --csv.", style="dim"
