@@ -32,8 +32,8 @@ from smeltscope.probes.prompts import by_item
 from smeltscope.probes.runner import OnProgress, RunOptions, model_shape, schema_of
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks import HeldOut, pad_batch, plan_batches
-from smeltscope.tasks.dyck.segments import STATES
 
+STATES = ("depth", "stack_top", "match", "closer", "shown_closer")
 DEEPEST = 8  # depths from here on are one class
 PENALTY = 1.0  # scikit-learn's C, its default
 STEPS = 1000  # of the solver at most; few fits need half of them
@@ -52,6 +52,8 @@ class DyckState(Probe):
       in classes floor(log2 n); of tokens that did not open it themselves, where the token would say it.
     - `closer`: the symbol that closes the innermost open bracket; of every token with one. With the usual
       pairing it says no more than the type; with pairings drawn for each prompt it is the in-context map.
+    - `shown_closer`: the same of tokens before which this symbol has closed such a bracket in the prompt, in an
+      input or in a demonstration's answer: there the prompt tells it, at the others nothing does.
 
     Probes: logistic regression (scikit-learn, L2, C = 1, at most 1,000 steps) on `resid_post`, each of its
     directions brought to mean 0 and standard deviation 1 over the tokens that are fitted. A half is read by the
@@ -333,6 +335,7 @@ def read_symbols(heldout: HeldOut, most: int, seed: int) -> Symbols:
         "stack_top": np.where(elsewhere, states["stack_top"][place], -1),
         "match": np.where(elsewhere, np.log2(np.maximum(back, 1)).astype(np.int64), -1),
         "closer": states["closer"][place],
+        "shown_closer": np.where(states["shown"][place] > 0, states["closer"][place], -1),
     }
     items, item = np.unique(prompts.labels["item"], return_inverse=True)
     rng = np.random.default_rng(seed)

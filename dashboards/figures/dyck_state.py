@@ -33,6 +33,7 @@ STATES = {
     "stack_top": "type on top of the stack",
     "match": "how far back it opened",
     "closer": "what closes it",
+    "shown_closer": "what closes it, where shown before",
 }
 
 

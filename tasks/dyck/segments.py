@@ -23,7 +23,7 @@ REGIONS = (
 )
 BOS, INSTRUCTION, DEMO_INPUT, DEMO_ANSWER, SEPARATOR, QUERY_INPUT, QUERY_ANSWER = range(7)
 MARKS = ("stack_top_opener", "right_demo_answer", "local")
-STATES = ("depth", "stack_top", "match", "closer")
+STATES = ("depth", "stack_top", "match", "closer", "shown")
 LOCAL_KEYS = 8  # the row's own place and the seven before it
 
 Pieces = Sequence[tuple[int, str]]  # regions and their text, white space not yet set apart
@@ -151,6 +151,9 @@ def _states(
 ) -> dict[str, np.ndarray]:
     """What the stack holds after a token's last symbol."""
     states = {name: np.full(length, -1, dtype=np.int32) for name in STATES}
+    closed = np.zeros(
+        max(len(item.pairing.openers) for item in items), dtype=bool
+    )  # by type, so far
     for item, tokens in zip(items, inputs, strict=True):
         depth, kind, top = _stack(item.prefix)
         closer = np.array([CLOSERS.find(symbol) for symbol in item.pairing.closers])
@@ -159,6 +162,11 @@ def _states(
         states["stack_top"][tokens] = kind
         states["match"][tokens] = np.where(top >= 0, tokens[top], -1)
         states["closer"][tokens] = np.where(kind >= 0, closer[kind], -1)
+        symbols = np.array(item.prefix)
+        closes = symbols[:, None] == ~np.arange(len(closed))  # (symbol, type)
+        known = closed | np.logical_or.accumulate(closes)
+        states["shown"][tokens] = np.where(kind >= 0, known[np.arange(len(kind)), kind], -1)
+        closed = known[-1] | np.isin(~np.arange(len(closed)), item.answer)
     return states
 
 

@@ -28,8 +28,10 @@ from smeltscope.probes.dyck_state import (
 )
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
 from smeltscope.tasks.dyck import REGIONS
+from smeltscope.tasks.dyck.segments import STATES as OF_PROMPTS
 
 PROBE = DyckState()
+NONE = (-1,) * len(OF_PROMPTS)
 OPTIONS = RunOptions(max_length=200, batch_tokens=600)
 SPACE, BREAK, OPENER, CLOSER = 1, 2, 10, 20
 Word = list[int]  # t opens a bracket of type t, -1 - t closes it
@@ -61,29 +63,34 @@ def make_prompts(
     """Prompts of token 0, demonstrations and a query, with a space before each symbol; closers differ by prompt."""
     tokens, regions = [], []
     answers = []
-    states: dict[str, list[list[int]]] = {name: [] for name in STATES}
+    states: dict[str, list[list[int]]] = {name: [] for name in OF_PROMPTS}
     for number, prompt in enumerate(words):
-        rows = [(0, "bos", -1, -1, -1, -1)]
+        rows: list[Any] = [(0, "bos", *NONE)]
+        closed: set[int] = set()  # types, so far in the prompt
         for i, word in enumerate(prompt):
             role = "query" if i == len(prompt) - 1 else "demo"
             first = len(rows)
             for n, symbol in enumerate(word):
                 open_at = stack_after(word[: n + 1])
-                state = (len(open_at), -1, -1, -1)
+                if symbol < 0:
+                    closed.add(-1 - symbol)
+                state = (len(open_at), -1, -1, -1, -1)
                 if open_at:
                     top = word[open_at[-1]]
-                    state = (len(open_at), top, first + 2 * open_at[-1] + 1, closers(number)[top])
+                    place, closer = first + 2 * open_at[-1] + 1, closers(number)[top]
+                    state = (len(open_at), top, place, closer, int(top in closed))
                 symbol = OPENER + symbol if symbol >= 0 else CLOSER + closers(number)[-1 - symbol]
-                rows += [(SPACE, "separator", -1, -1, -1, -1), (symbol, f"{role}_input", *state)]
-            rows.append((BREAK, "separator", -1, -1, -1, -1))
+                rows += [(SPACE, "separator", *NONE), (symbol, f"{role}_input", *state)]
+            rows.append((BREAK, "separator", *NONE))
             start = len(rows)
             for at in reversed(stack_after(word)):
                 closer = CLOSER + closers(number)[word[at]]
-                rows.append((closer, f"{role}_answer", -1, -1, -1, -1))
+                rows.append((closer, f"{role}_answer", *NONE))
+                closed.add(word[at])
         tokens.append([row[0] for row in rows])
         regions.append(np.array([REGIONS.index(row[1]) for row in rows], dtype=np.int8))
         answers.append(np.arange(start, len(rows)))
-        for name, values in zip(STATES, list(zip(*rows, strict=True))[2:], strict=True):
+        for name, values in zip(OF_PROMPTS, list(zip(*rows, strict=True))[2:], strict=True):
             states[name].append(list(values))
     names = list(items or [f"item {i}" for i in range(len(words))])
     return HeldOut(
@@ -245,17 +252,22 @@ def test_symbols_against_their_words():
     beginnings: list[tuple[int, ...]] = []
     rows: list[int] = []
     for row, prompt in enumerate(words):
+        read: list[int] = []  # symbols so far, of answers too
         for word in prompt:
             for n in range(len(word)):
+                read.append(word[n])
                 stack = stack_after(word[: n + 1])
                 back = n - stack[-1] if stack else 0
                 log = next(k for k in range(20) if back < 2 ** (k + 1)) if back else -1
                 expected["depth"].append(min(len(stack), DEEPEST))
                 expected["stack_top"].append(word[stack[-1]] if back else -1)
                 expected["match"].append(log)
-                expected["closer"].append(word[stack[-1]] if stack else -1)
+                closer = word[stack[-1]] if stack else -1
+                expected["closer"].append(closer)
+                expected["shown_closer"].append(closer if -1 - closer in read and stack else -1)
                 beginnings.append(tuple(word[: n + 1]))
                 rows.append(row)
+            read += [-1 - word[at] for at in stack_after(word)]
     assert symbols.row.tolist() == rows
     for name in STATES:
         assert symbols.labels[name].tolist() == expected[name], name
@@ -446,16 +458,16 @@ def test_too_few_prompts_have_no_value(run_of, small):
     for name in ("accuracy", "control", "majority", "change"):
         assert np.isnan(summary[name]).all(), name
     text = PROBE.sentence(summary)
-    assert "Nothing could be fitted for depth, stack_top, match, closer" in text
+    assert "Nothing could be fitted for depth, stack_top, match, closer, shown_closer" in text
     assert "nan" not in text
 
 
 def test_a_single_class_has_no_value_and_leaves_the_others(run_of, small):
     summary = summarize(run_of(small(), some_prompts(16, types=1)), PROBE, draws=50)
-    assert np.isnan(summary["accuracy"].sel(state=["stack_top", "closer"])).all()
+    assert np.isnan(summary["accuracy"].sel(state=["stack_top", "closer", "shown_closer"])).all()
     assert np.isfinite(summary["accuracy"].sel(state=["depth", "match"])).all()
     text = PROBE.sentence(summary)
-    assert "Nothing could be fitted for stack_top, closer" in text and "depth" in text
+    assert "Nothing could be fitted for stack_top, closer, shown_closer" in text and "depth" in text
     assert "nan" not in text
 
 

@@ -340,6 +340,7 @@ def test_a_prompt_by_hand():
         "stack_top": [1, -1, 1, 0, 2, 0, 1],
         "match": [4, -1, 7, 11, 13, 11, 17],
         "closer": [1, -1, 1, 0, 2, 0, 1],
+        "shown": [0, -1, 1, 0, 0, 0, 1],
     }
     assert all((np.delete(state[0], inputs) == -1).all() for state in prompts.states.values())
     assert {name: values[0].item() for name, values in prompts.labels.items()} == {
@@ -713,7 +714,7 @@ def test_typed_prompts_with_pairs_of_their_own(tokenizers):
         np.testing.assert_array_equal(of_typed.regions[0], of_made.regions[0])
         for name in ("stack_top_opener", "right_demo_answer", "local"):
             np.testing.assert_array_equal(of_typed.marks[name][0], of_made.marks[name][0])
-        for name in ("depth", "match", "closer"):
+        for name in ("depth", "match", "closer", "shown"):
             np.testing.assert_array_equal(of_typed.states[name][0], of_made.states[name][0])
         for name in ("guess", "readable", *(f"bayes_{g}" for g in ("nothing", "query", "answers"))):
             assert of_typed.labels[name] == of_made.labels[name]
