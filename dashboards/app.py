@@ -6,10 +6,14 @@ given. The frame of a page is made at once; numbers and figures follow when the 
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain, islice
 from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
 from typing import Any, cast
 from urllib.parse import parse_qs, urlencode
 
@@ -28,6 +32,7 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.model import Checkpoint
 
 ASSETS = Path(__file__).parent / "assets"
+QUIET = 2.0  # seconds without a request after which work for later ones goes on
 REFRESH = 2000  # milliseconds between two looks at a run that is being written
 MOST_ROWS = 300  # of a table of numbers
 NO_RUN = "none"  # compared with
@@ -89,8 +94,38 @@ def make_app(runs: Sequence[RunFile], load: Callable[[int], Checkpoint] | None =
     )
     app.layout = lambda: _frame(runs)
     _connect(app, runs)
+    _work_ahead(app, runs)
     add_viewer_routes(app.server, _Prompts(runs), load, names=[run.name for run in runs])
     return app
+
+
+def _work_ahead(app: dash.Dash, runs: Sequence[RunFile]) -> None:
+    """Work out the pages in their order while nobody asks for one, so that who opens one waits less.
+
+    It steps aside for requests; what hinders a page is said when the page is opened.
+    """
+    asked = [0.0]
+
+    @app.server.before_request
+    def note() -> None:
+        asked[0] = monotonic()
+
+    def work() -> None:
+        for name in _probes(runs):
+            for make in (_card, _as_opened):
+                while monotonic() - asked[0] < QUIET:
+                    sleep(QUIET / 5)
+                with suppress(Exception):
+                    make(name, runs)
+
+    Thread(target=work, daemon=True).start()
+
+
+def _as_opened(probe: str, runs: Sequence[RunFile]) -> None:
+    """A diagnostic's page as its plain address has it."""
+    place = place_of(f"/{probe}", "", runs)
+    _diagnostic(place, runs, "light")
+    _further(place, runs, "light")
 
 
 # ---- the frame
@@ -194,7 +229,8 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
     )
 
     @app.callback(
-        Output("shown", "children"),
+        Output("first", "children"),
+        Output("drawn", "data"),
         Input("ready", "data"),
         *picks,
         Input("version", "data"),
@@ -203,10 +239,16 @@ def _connect(app: dash.Dash, runs: Sequence[RunFile]) -> None:
     )
     def show_diagnostic(
         at: Mapping[str, Any] | None, values: Values, ids: Ids, _: Any, scheme: Theme | None
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         if at is None or scheme is None:
-            return no_update
-        return _in_words(lambda: _diagnostic(_picked(at, values, ids), runs, scheme))
+            return no_update, no_update
+        place = _picked(at, values, ids)
+        made = _in_words(lambda: _diagnostic(place, runs, scheme))
+        return made, {"at": asdict(place), "scheme": scheme, "versions": _versions(runs)}
+
+    @app.callback(Output("more", "children"), Input("drawn", "data"), prevent_initial_call=True)
+    def show_more(drawn: Mapping[str, Any]) -> Any:
+        return _in_words(lambda: _further(_place(drawn["at"]), runs, drawn["scheme"]))
 
     @app.callback(
         Output("numbers", "children"),
@@ -447,7 +489,10 @@ def _page(place: Place, runs: Sequence[RunFile]) -> list[Any]:
         dcc.Store(id="frame", data=asdict(place)),
         dcc.Store(id="ready"),
         html.Div(id="picks", className="selectors"),
-        html.Div(dmc.Skeleton(height=420), id="shown"),
+        html.Div([html.Div(dmc.Skeleton(height=420), id="first"), html.Div(id="more")], id="shown"),
+        dcc.Store(id="drawn"),
+        # The browser loads and compiles plotly.js while the numbers are worked out, not after.
+        html.Div(dcc.Graph(figure={}, config=cast(Any, PLOTLY_CONFIG)), hidden=True),
         html.H2("Numbers"),
         html.Div(id="quantity", className="selectors"),
         html.Div(id="numbers"),
@@ -581,7 +626,7 @@ def _select(
 
 
 def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[Any]:
-    """What was found, headline numbers and figures."""
+    """What was found, headline numbers and the first figure: the browser draws it while the others are made."""
     run = runs[place.run]
     category = _category_of(place, run)
     summary = run.summary(place.probe, category)
@@ -599,18 +644,43 @@ def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[An
     sentence = run.probe(place.probe).sentence(summary)
     where = f"In {category}: " if category is not None else ""
     parts.append(html.P(where + sentence, className="sentence"))
-    shown, found = [run], [headlines(summary, place.probe)]
+    others, troubles = _beside(place, runs, category)
+    found = [headlines(of.summary(place.probe, category), place.probe) for of in (run, *others)]
+    parts += map(_alert, troubles)
+    if any(found):
+        parts.append(_headline_table([run, *others], found))
+    return parts + next(_all_figures(place, runs, scheme), [])
+
+
+def _further(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[Any]:
+    """The figures behind the first one."""
+    try:
+        return list(chain.from_iterable(islice(_all_figures(place, runs, scheme), 1, None)))
+    except SmeltscopeError:  # said in the place of the first
+        return []
+
+
+def _beside(
+    place: Place, runs: Sequence[RunFile], category: str | None
+) -> tuple[list[RunFile], list[str]]:
+    """The other runs that have something to show, and what hinders the rest: it hides no other."""
+    others, troubles = [], []
     for other in (runs[i] for i in place.against):
         try:
-            found.append(headlines(other.summary(place.probe, category), place.probe))
-            shown.append(other)
-        except SmeltscopeError as error:  # one that has nothing to show yet hides no other
-            parts.append(_alert(str(error)))
-    if any(found):
-        parts.append(_headline_table(shown, found))
+            other.summary(place.probe, category)
+            others.append(other)
+        except SmeltscopeError as error:
+            troubles.append(str(error))
+    return others, troubles
+
+
+def _all_figures(place: Place, runs: Sequence[RunFile], scheme: Theme) -> Iterator[list[Any]]:
+    """Each kind of figure that there is something to show in."""
+    run = runs[place.run]
+    others, _ = _beside(place, runs, _category_of(place, run))
     for kind in FIGURES.get(place.probe, ()):
-        parts += _figures(kind, place, run, shown[1:], scheme)
-    return parts
+        if made := _figures(kind, place, run, others, scheme):
+            yield made
 
 
 def _figures(

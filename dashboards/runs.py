@@ -192,17 +192,14 @@ class RunFile:
 
     def compared(self, other: "RunFile", name: str) -> xr.Dataset:
         """This run minus another one, paired by document, means over heads; refused where their data differ."""
-        return self._once(
-            ("compared", other.given, other.version(), name),
-            lambda: compare(
-                other.tree(name),
-                self.tree(name),
-                other.probe(name),
-                self.probe(name),
-                mean_over=HEADS,
-                seed=self._seed,
-            ),
-        )
+
+        def make() -> xr.Dataset:
+            trees = other.tree(name), self.tree(name)
+            probes = other.probe(name), self.probe(name)
+            with _WORKING:
+                return compare(*trees, *probes, mean_over=HEADS, seed=self._seed)
+
+        return self._once(("compared", other.given, other.version(), name), make)
 
     def sentence(self, name: str) -> str:
         """What a probe found, in a few sentences."""
