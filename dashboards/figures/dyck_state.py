@@ -109,14 +109,14 @@ def accuracy_by_execution(summary: xr.Dataset, *, baseline: xr.Dataset | None = 
             )
         shade_later_visits(figure, summary, **at)
     figure.update_xaxes(**places_axis(execution_labels(summary), 12, tickangle=-60))
-    figure.update_xaxes(title_text="layer, in the order of execution", row=2)
+    _title_below(figure, summary, "layer, in the order of execution")
     figure.update_yaxes(range=[0, 1.02])
     figure.update_yaxes(title_text="accuracy", col=1)
     return styled(
         figure,
         "What linear probes read of the brackets' state, by execution",
         "on items that they were not fitted on; whiskers: 95 % intervals over items",
-        height=640,
+        height=150 + 245 * _rows(summary),
         top=20,
         bottom=150,
     )
@@ -174,28 +174,44 @@ def change_by_layer(summary: xr.Dataset, *, pair: str | None = None) -> go.Figur
         figure.add_hline(y=0, line={"color": GREY, "width": 1}, **at)
     figure.update_layout(barmode="overlay")
     figure.update_xaxes(**places_axis([str(layer) for layer in layers]))
-    figure.update_xaxes(title_text="looped layer", row=2)
+    _title_below(figure, summary, "looped layer")
     figure.update_yaxes(zeroline=False)
     figure.update_yaxes(title_text="share of tokens", col=1)
     return styled(
         figure,
         f"What can be read at {pair_words(pair)}: gained and lost",
         "share of tokens read rightly at one visit only; whiskers: 95 % intervals over items",
-        height=620,
+        height=130 + 245 * _rows(summary),
         top=20,
         bottom=130,
     )
 
 
+def _rows(summary: xr.Dataset) -> int:
+    """Rows of panels, two states in each."""
+    return -(-summary.sizes["state"] // 2)
+
+
 def _panels(summary: xr.Dataset) -> go.Figure:
+    rows = _rows(summary)
     return make_subplots(
-        rows=2,
+        rows=rows,
         cols=2,
         shared_yaxes=True,
         horizontal_spacing=0.05,
-        vertical_spacing=0.14,
+        vertical_spacing=0.28 / rows,
         subplot_titles=[STATES.get(s, s) for s in summary["state"].values.tolist()],
     )
+
+
+def _title_below(figure: go.Figure, summary: xr.Dataset, title: str) -> None:
+    """The title of the lowest panel of each column; a place that no state fills stays empty."""
+    for _, _, at, _ in list(_states(summary))[-2:]:
+        figure.update_xaxes(title_text=title, **at)
+    if summary.sizes["state"] % 2:
+        empty = {"row": _rows(summary), "col": 2}
+        figure.update_xaxes(visible=False, **empty)
+        figure.update_yaxes(visible=False, **empty)
 
 
 def _states(summary: xr.Dataset) -> Iterator[tuple[str, str, dict[str, int], bool]]:
