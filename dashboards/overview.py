@@ -188,14 +188,23 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
     ),
     "dyck-map": tuple(
-        Headline(
-            what=f"mass on {words} at visit 2 minus visit 1",
-            quantity="change_overall",
-            at={"map_region": region},
-            by_layer="change",
-            beside={"release_overall": "release", "retarget_overall": "retarget"},
-        )
+        headline
         for region, words in (("bos", "the start token"), ("demo_answer", "shown answers"))
+        for headline in (
+            Headline(
+                what=f"mass on {words} at visit 2 minus visit 1",
+                quantity="change_overall",
+                at={"map_region": region},
+                by_layer="change",
+                beside={"release_overall": "release", "retarget_overall": "retarget"},
+            ),
+            Headline(
+                what=f"mass on {words} at visit 2 minus visit 1, the Dyck head",
+                quantity="dyck_head_change",
+                at={"map_region": region},
+                beside={"dyck_head_release": "release", "dyck_head_retarget": "retarget"},
+            ),
+        )
     ),
     "dyck-state": (
         Headline(

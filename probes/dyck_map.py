@@ -130,7 +130,8 @@ class DyckMap(Probe):
         a loop over all) and heads.
 
         `..._by_shots`: the same with (shots) in front. How many `prompts`, `targets` and `items` there are; `nested`, 1 where
-        the prompts are nested ones. `dyck_head_layer`, `dyck_head`: the Dyck head, where `run` holds the search for it.
+        the prompts are nested ones. `dyck_head_layer`, `dyck_head`: the Dyck head, where `run` holds the search for it, and
+        over (visit_pair, map_region) what `change`, `release` and `retarget` are of it: `dyck_head_change`, ...
         """
         if "region_mass_sum" not in run["dyck_map"].dataset:
             return {}
@@ -200,6 +201,10 @@ class DyckMap(Probe):
             "items": len(items.documents),
             "nested": nested,
         }
+        if known is not None and looped:
+            layer = data["looped_layer"].values.tolist().index(known[0])
+            of_head = {f"dyck_head_{name}": pooled[name][layer, :, known[1]] for name in PARTS}
+            found |= quantities(("visit_pair", "map_region"), of_head)
         if known is not None:
             counts |= {"dyck_head_layer": known[0], "dyck_head": known[1]}
         exactly = {name: exact(np.array(number)) for name, number in counts.items()}

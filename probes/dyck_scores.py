@@ -235,7 +235,7 @@ class DyckScores(Probe):
         references = ", ".join(
             f"{what} {100 * float(most[name]):.1f}"
             for name, what in (
-                ("most_common", "always the most common answer"),
+                ("most_common", "always their most common answer"),
                 ("guess", "length known and type guessed"),
                 ("bayes_query", "the best guess from the query's own pairs"),
                 ("bayes_answers", "and from all pairs of the prompt"),

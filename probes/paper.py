@@ -153,10 +153,10 @@ REPORTED = (
     *(
         Reported(
             probe="dyck-map",
-            quantity="change",
+            quantity="dyck_head_change",
             at={"map_region": region},
-            what=f"mass on {words} at visit 2 minus visit 1, mean over heads",
-            says=f"{says} in its Dyck head alone, 4 shots (1.6B)",
+            what=f"mass on {words} at visit 2 minus visit 1, the Dyck head",
+            says=f"{says}, one prompt of 4 shots (1.6B)",
         )
         for region, words, says in (
             ("bos", "the start token", "-.58 (.60 to .02)"),

@@ -229,5 +229,9 @@ def test_the_map_shows_it(made):
     assert float(of["change"]) == pytest.approx(a2 - a1, abs=1e-4)
     assert float(of["release"]) == pytest.approx(a1 * ((1 - b2) / (1 - b1) - 1), abs=1e-4)
     assert float(of["retarget"]) == pytest.approx(a2 - a1 * (1 - b2) / (1 - b1), abs=1e-4)
+    alone = summary.sel(visit_pair="1-2", map_region="demo_answer")
+    for name in ("change", "release", "retarget"):
+        for end in ("", "_low", "_high"):
+            assert alone[f"dyck_head_{name}{end}"] == of[f"{name}{end}"]
     text = probe.sentence(summary)
     assert f"The Dyck head, chosen on other prompts: head {HEAD} of layer {LAYER}" in text
