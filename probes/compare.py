@@ -1,6 +1,6 @@
 """Two runs over the same documents, paired: what differs between two models, or between two settings of one."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 import xarray as xr
@@ -49,8 +49,11 @@ def compare(
     by_pair = [n for n in shared if n.endswith("_by_pair")] if other_visits else []
     mixed = {n.replace("_by_pair", "_overall") for n in by_pair}
     shared = [n for n in shared if n not in mixed]
-    dims = dict.fromkeys(dim for name in shared for dim in found_a[name].dims)
-    places = {dim: _matched(_labels(a, dim), _labels(b, dim)) for dim in dims}
+    sizes_a, sizes_b = (_sizes(found[name] for name in shared) for found in (found_a, found_b))
+    places = {
+        dim: _matched(_labels(a, dim, sizes_a[dim]), _labels(b, dim, sizes_b[dim]))
+        for dim in sizes_a
+    }
     sides = [
         {
             name: Quantity(
@@ -73,7 +76,8 @@ def compare(
         for name in of_a
         if name not in probe_a.names
     }
-    labels = a.to_dataset().isel({dim: index for dim, (index, _) in places.items()})
+    index = {dim: index for dim, (index, _) in places.items()}
+    labels = a.to_dataset().isel(index, missing_dims="ignore")
     values = {
         f"{name}_{end}": (quantity.dims, quantity.estimate.value)
         for end, side in (("a", of_a), ("b", of_b))
@@ -157,11 +161,21 @@ def _data_differences(a: xr.DataTree, b: xr.DataTree) -> list[str]:
     return differences or ["the token ids"]
 
 
-def _labels(run: xr.DataTree, dim: str) -> list[Hashable]:
-    """What an entry of a dimension is matched by."""
+def _sizes(quantities: Iterable[Quantity]) -> dict[str, int]:
+    return {
+        dim: size
+        for quantity in quantities
+        for dim, size in zip(quantity.dims, quantity.estimate.value.shape, strict=True)
+    }
+
+
+def _labels(run: xr.DataTree, dim: str, size: int) -> list[Hashable]:
+    """What an entry of a dimension is matched by; its number where the run has no such dimension."""
     if dim in ("execution", "other_execution"):
         layers, visits = (run.dataset[name].values.tolist() for name in ("layer", "visit"))
         return list(zip(layers, visits, strict=True))
+    if dim not in run.dataset.coords:
+        return list(range(size))
     labels: list[Hashable] = run.dataset[dim].values.tolist()
     return labels
 

@@ -55,7 +55,7 @@ def summary_of(
 
 
 def dataset_of(quantities: Quantities, run: xr.DataTree) -> xr.Dataset:
-    """Quantities as a dataset, labelled as in the run."""
+    """Quantities as a dataset, labelled as in the run; a dimension of no stored array is counted from 0."""
     arrays: dict[str, Any] = {}
     for name, quantity in quantities.items():
         dims, estimate = quantity.dims, quantity.estimate
@@ -65,6 +65,9 @@ def dataset_of(quantities: Quantities, run: xr.DataTree) -> xr.Dataset:
         if quantity.family:
             low, high = estimate.simultaneous_interval()
             arrays |= {f"{name}_low_all": (dims, low), f"{name}_high_all": (dims, high)}
-    used = {dim for dims, _ in arrays.values() for dim in dims}
-    labels = {n: c for n, c in run.dataset.coords.items() if set(c.dims) <= used}
+    used = {
+        dim: size for dims, v in arrays.values() for dim, size in zip(dims, v.shape, strict=True)
+    }
+    labels: dict[Any, Any] = {dim: np.arange(size) for dim, size in used.items()}
+    labels |= {n: c for n, c in run.dataset.coords.items() if set(c.dims) <= set(used)}
     return xr.Dataset(arrays, coords=labels)

@@ -22,6 +22,7 @@ from smeltscope.probes import (
 )
 from smeltscope.probes.compare import averaged, compare, other_differences
 from smeltscope.probes.statistics import Estimate, exact
+from smeltscope.registry import PROBES, make_probe
 
 SINK = AttentionSink()
 LENGTHS = (40, 33, 70, 12, 25, 8, 30, 19)
@@ -101,6 +102,29 @@ def test_a_run_differs_from_itself_by_nothing(sink_run) -> None:
     assert found.attrs["only_a"] == found.attrs["only_b"] == []
     # noise that both share is in neither interval
     assert float((found["sink_mass_high"] - found["sink_mass_low"]).max()) < 1e-6
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_every_diagnostic_is_compared(sink_run, name: str) -> None:
+    """With itself to nothing, every quantity; with a model of other visits where both have the same."""
+    probe = make_probe(name)
+    a, b = sink_run(probe=probe), sink_run(probe=probe, num_visits=3)
+    same = compare(a, a, probe, probe, draws=5)
+    summary = summarize(a, probe, draws=0)
+    for quantity in (str(n) for n in summary.data_vars if f"{n}_low" in summary):
+        assert (
+            same[quantity].dropna("execution") == 0
+            if "execution" in same[quantity].dims
+            else np.nan_to_num(same[quantity]) == 0
+        ).all(), quantity
+        unlabelled = set(same[quantity].dims) - set(same.coords)
+        assert not unlabelled, f"{quantity}: {unlabelled} has no labels for --csv"
+    differences = compare(a, b, probe, probe, draws=5)
+    assert any(
+        np.isfinite(differences[f"{n}_a"]).any()
+        for n in summary.data_vars
+        if f"{n}_a" in differences
+    )
 
 
 def test_the_interval_is_narrower_than_those_of_the_runs(sink_run) -> None:
