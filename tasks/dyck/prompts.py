@@ -131,7 +131,7 @@ def parse_prompt(
     bos: bool = True,
     vocab_size: int | None = None,
 ) -> HeldOut:
-    """One prompt as typed, with the answer that closes its last input under the usual pairing.
+    """One prompt as typed, with the answer that closes its last input, by the pairs that the prompt itself shows.
 
     Inputs and answers are found by the words of `template` around them; all other text is
     instruction. A backslash and an n are a line break, white space at the end is dropped.
