@@ -1,11 +1,7 @@
 """Activations: capturing them from one forward, and the run file they are reduced into."""
 
-from smeltscope.activations.attention import Attention, values_of
-from smeltscope.activations.capture import Capture, capture, sites_of
-from smeltscope.activations.dump import Dump, dump_sites, open_dump
-from smeltscope.activations.edit import editing
-from smeltscope.activations.head import decode, head_of
-from smeltscope.activations.sites import SITES, Routing
+from typing import TYPE_CHECKING
+
 from smeltscope.activations.store import (
     Fixed,
     RunWriter,
@@ -18,6 +14,26 @@ from smeltscope.activations.store import (
     join_ranks,
     open_run,
 )
+from smeltscope.lazy import lazily
+
+if TYPE_CHECKING:
+    from smeltscope.activations.attention import Attention, values_of
+    from smeltscope.activations.capturing import Capture, capture, sites_of
+    from smeltscope.activations.dump import Dump, dump_sites, open_dump
+    from smeltscope.activations.edit import editing
+    from smeltscope.activations.head import decode, head_of
+    from smeltscope.activations.sites import SITES, Routing
+
+_WATCHING = {
+    "attention": ("Attention", "values_of"),
+    "capturing": ("Capture", "capture", "sites_of"),
+    "dump": ("Dump", "dump_sites", "open_dump"),
+    "edit": ("editing",),
+    "head": ("decode", "head_of"),
+    "sites": ("SITES", "Routing"),
+}
+_PLACES = {n: f"{__name__}.{module}.{n}" for module, names in _WATCHING.items() for n in names}
+__getattr__ = lazily(__name__, _PLACES)
 
 __all__ = [
     "SITES",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from smeltscope.activations.capture import Capture, capture
+from smeltscope.activations.capturing import Capture, capture
 from smeltscope.activations.hdf5 import errors_named, replacing
 from smeltscope.activations.head import decode
 from smeltscope.activations.sites import Routing

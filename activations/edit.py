@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smeltscope.activations.capture import Capture
+from smeltscope.activations.capturing import Capture
 from smeltscope.activations.gather import gather, head_group, share
 from smeltscope.activations.sites import is_layer_attention
 from smeltscope.errors import SmeltscopeError

@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlencode
 
 import dash
@@ -29,7 +29,9 @@ from smeltscope.dashboards.overview import HEADLINES, NOTE, TITLES, Found, headl
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import add_viewer_routes
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Checkpoint
+
+if TYPE_CHECKING:
+    from smeltscope.model import Checkpoint
 
 ASSETS = Path(__file__).parent / "assets"
 QUIET = 2.0  # seconds without a request after which work for later ones goes on
@@ -79,7 +81,9 @@ class _Prompts(Sequence[xr.DataTree]):
         return self._runs[i].prompts()
 
 
-def make_app(runs: Sequence[RunFile], load: Callable[[int], Checkpoint] | None = None) -> dash.Dash:
+def make_app(
+    runs: Sequence[RunFile], load: Callable[[int], "Checkpoint"] | None = None
+) -> dash.Dash:
     """The application over some runs; it asks no other server for anything.
 
     `load` gives the checkpoint of a run by its number, for prompts that are run live.

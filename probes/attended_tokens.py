@@ -1,8 +1,10 @@
 """attended-tokens: whether the visits of a layer attend to the same tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,7 +12,6 @@ import xarray as xr
 from torch import Tensor
 
 from smeltscope.activations import Variable
-from smeltscope.model import Execution
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.rows import Rows, check_rows
@@ -23,6 +24,9 @@ from smeltscope.probes.statistics import (
     quantities,
 )
 from smeltscope.probes.visit_pairs import averages, each_of, first_of
+
+if TYPE_CHECKING:
+    from smeltscope.model import Execution
 
 TOP = 8  # most attended keys
 LEAST_KEYS = (2, 64)  # that a query has to see: to have a choice; for 8 keys to be a choice
@@ -282,7 +286,7 @@ class Ranked:
     near_ties: Tensor  # (B, H)
 
     @classmethod
-    def of(cls, rows: Sequence[Rows]) -> "Ranked":
+    def of(cls, rows: Sequence[Rows]) -> Ranked:
         def join(values: Sequence[Tensor]) -> Tensor:
             return torch.cat([*values], dim=1)
 
@@ -311,7 +315,7 @@ class Ranked:
             near_ties=(near_tie & _last(counted, near_tie.shape[2])[:, None, :, 1, 0]).sum(2),
         )
 
-    def heads(self, choose: Callable[[Tensor], Tensor]) -> "Ranked":
+    def heads(self, choose: Callable[[Tensor], Tensor]) -> Ranked:
         """The same of other heads."""
         return replace(
             self,

@@ -1,8 +1,10 @@
 """attention-sink: how much attention rests on a segment's first token, by head, layer and visit."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor
 from torch.linalg import vecdot, vector_norm
 from torch.nn.functional import pad
 
-from smeltscope.activations import Attention, Variable
-from smeltscope.model import Execution
+from smeltscope.activations import Variable
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Probe
@@ -28,6 +29,10 @@ from smeltscope.probes.statistics import (
     quantities,
 )
 from smeltscope.probes.visit_pairs import each_of, mean_of
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Attention
+    from smeltscope.model import Execution
 
 NEARBY_KEYS = 4  # keys 1 to 4: where a sink may have moved
 SINK_RATE_TOKENS = 64  # Gu et al.'s T

@@ -1,22 +1,22 @@
 """dyck-heads: which head of the looped layers carries the answers of nested Dyck prompts, and at which visit."""
 
+from __future__ import annotations
+
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 import xarray as xr
-from scipy.stats import ConstantInputWarning, pearsonr, rankdata
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from smeltscope.activations import Variable, capture, decode, editing, head_of, sites_of
+from smeltscope import activations
+from smeltscope.activations import Variable
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Execution, executions_of
 from smeltscope.probes.dyck_scores import GUESSES
 from smeltscope.probes.loss import measure_loss
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe
@@ -29,6 +29,11 @@ from smeltscope.probes.statistics import (
     quantities,
 )
 from smeltscope.tasks import HeldOut, pad_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smeltscope.model import Execution
 
 Ablation = Literal["resample", "mean", "zero"]
 
@@ -94,7 +99,7 @@ class DyckHeads(Probe):
 
     def check(self, model: PreTrainedModel) -> None:
         looped = _looped(model)
-        if looped and not looped & set(sites_of(model)["pv"]):
+        if looped and not looped & set(activations.sites_of(model)["pv"]):
             raise SmeltscopeError(
                 f"{self.name} cannot be measured: the looped layers of {type(model).__name__} make no causal attention "
                 "through transformers' attention interface."
@@ -231,8 +236,8 @@ class DyckHeads(Probe):
                 mean = (pv.float() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
                 given[execution.index] = mean.to(pv.dtype).expand(shape)
 
-        with capture(model, ("pv",), on_site):
-            decode(model, padded)
+        with activations.capture(model, ("pv",), on_site):
+            activations.decode(model, padded)
         return given
 
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
@@ -364,6 +369,8 @@ def dyck_head_of(summary: xr.Dataset) -> tuple[int, int] | None:
 
 def _looped(model: PreTrainedModel) -> set[int]:
     """The executions of layers that run more than once."""
+    from smeltscope.model import executions_of
+
     executions = executions_of(model.config)
     layers = {e.layer for e in executions if e.visit > 1}
     return {e.index for e in executions if e.layer in layers}
@@ -381,8 +388,8 @@ def _heads_of(model: PreTrainedModel, ids: Tensor) -> dict[int, tuple[int, int]]
     def on_site(execution: Execution, _: str, attention: Any) -> None:
         found[execution.index] = attention.query.shape[1], attention.key.shape[1]
 
-    with capture(model, ("attention",), on_site):
-        decode(model, ids[:1, :2])
+    with activations.capture(model, ("attention",), on_site):
+        activations.decode(model, ids[:1, :2])
     return found
 
 
@@ -446,9 +453,9 @@ def _ablated_losses(
             return pv
 
         chosen = prompt.to(ids.device)
-        with editing(model, edit):
-            decoded = decode(model, ids[chosen])
-        run = decoded.last_hidden_state, head_of(model, decoded)
+        with activations.editing(model, edit):
+            decoded = activations.decode(model, ids[chosen])
+        run = decoded.last_hidden_state, activations.head_of(model, decoded)
         loss, _, _ = measure_loss([run], ids[chosen], predicts[chosen])
         losses.append(loss[0].sum(1))
     return torch.cat(losses).reshape(len(ablations), prompts)
@@ -518,6 +525,8 @@ def _rank(rises: np.ndarray, place: tuple[Any, Any]) -> np.ndarray:
 
 def _rank_correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Spearman's correlation over heads: two (..., looped_layer, head) -> (n,). NaN where nothing varies."""
+    from scipy.stats import ConstantInputWarning, pearsonr, rankdata
+
     a, b = (x.reshape(-1, x.shape[-2] * x.shape[-1]) for x in (a, b))
     have = np.isfinite(a).all(0) & np.isfinite(b).all(0)  # a layer may have fewer heads or visits
     if have.sum() < 2 or not len(a):

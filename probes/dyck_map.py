@@ -1,8 +1,10 @@
 """dyck-map: where the heads look when a Dyck prompt is answered, at each visit, and what moved between visits."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,8 +12,7 @@ import xarray as xr
 from torch import Tensor
 from torch.nn.functional import pad
 
-from smeltscope.activations import Attention, Variable
-from smeltscope.model import Execution
+from smeltscope.activations import Variable
 from smeltscope.probes.dyck_heads import dyck_head, dyck_head_of
 from smeltscope.probes.labels import executions_of_pairs
 from smeltscope.probes.probe import Batch, ModelShape, Probe
@@ -19,6 +20,10 @@ from smeltscope.probes.prompts import by_item
 from smeltscope.probes.rows import Rows, check_rows
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks.dyck.segments import MARKS
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Attention
+    from smeltscope.model import Execution
 
 LEARNED_SINK = "learned_sink"  # the last region: mass that a model gives to no token
 DEMO_ANSWER = "demo_answer"

@@ -1,16 +1,19 @@
 """dyck-scores: how many Dyck prompts are answered right, by number of demonstrations, and what guessing would give."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from transformers import PreTrainedModel
 
-from smeltscope.activations import Variable, decode, head_of
+from smeltscope import activations
+from smeltscope.activations import Variable
 from smeltscope.probes.loss import CHUNK
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, PromptBatch
 from smeltscope.probes.prompts import by_item
@@ -22,6 +25,9 @@ from smeltscope.probes.statistics import (
     exact,
     quantities,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MORE_TOKENS = 8  # that generation may take beyond those of the gold answer
 
@@ -367,8 +373,8 @@ def next_tokens(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> l
     length = max(map(len, sequences))
     ids = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sequences], device=device)
     last = torch.tensor([[len(ids) - 1] for ids in sequences], device=device)
-    decoded = decode(model, ids)
+    decoded = activations.decode(model, ids)
     hidden = Sample(positions=last, valid=torch.ones_like(last, dtype=torch.bool)).take(
         decoded.last_hidden_state
     )
-    return head_of(model, decoded)(hidden).argmax(-1)[:, 0].tolist()
+    return activations.head_of(model, decoded)(hidden).argmax(-1)[:, 0].tolist()

@@ -4,34 +4,36 @@
 over many prompts at once, so this is no run of the ordinary runner, which lets go of every batch.
 """
 
+from __future__ import annotations
+
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
 import xarray as xr
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from smeltscope.activations import RunWriter, Variable, capture, decode
+from smeltscope import activations
+from smeltscope.activations import RunWriter, Variable
 from smeltscope.activations.hdf5 import errors_named
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Checkpoint, Execution
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import ModelShape, Probe, group_name
 from smeltscope.probes.prompts import by_item
 from smeltscope.probes.runner import OnProgress, RunOptions, model_shape, schema_of
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks import HeldOut, pad_batch, plan_batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smeltscope.model import Checkpoint, Execution
 
 STATES = ("depth", "stack_top", "match", "closer", "shown_closer")
 DEEPEST = 8  # depths from here on are one class
@@ -296,12 +298,12 @@ class Symbols:
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, index: np.ndarray) -> "Symbols":
+    def take(self, index: np.ndarray) -> Symbols:
         arrays = {n: values[index] for n, values in vars(self).items() if n != "labels"}
         labels = {state: values[index] for state, values in self.labels.items()}
         return replace(self, **arrays, labels=labels)
 
-    def in_order(self, order: np.ndarray) -> "Symbols":
+    def in_order(self, order: np.ndarray) -> Symbols:
         """The same tokens when segment `order[i]` is row i."""
         moved = replace(self, row=np.argsort(order)[self.row])
         return moved.take(np.argsort(moved.row, kind="stable"))
@@ -424,8 +426,8 @@ def watch(
         on_vectors(execution, vectors)
 
     try:
-        with torch.no_grad(), capture(model, ["resid_post"], on_site):
-            decode(model, torch.from_numpy(ids).to(next(model.parameters()).device))
+        with torch.no_grad(), activations.capture(model, ["resid_post"], on_site):
+            activations.decode(model, torch.from_numpy(ids).to(next(model.parameters()).device))
     except torch.OutOfMemoryError as error:
         raise SmeltscopeError(
             f"A batch of {ids.size} tokens does not fit into the GPU's memory; lower --batch-tokens."
@@ -477,6 +479,11 @@ def rights(
 
 def linear(inputs: np.ndarray, labels: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """What a logistic regression on standardised inputs says."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=PENALTY, max_iter=STEPS))
     with warnings.catch_warnings():
         # It has learned by then what it can; the control is stopped as early.

@@ -1,7 +1,10 @@
 """loss: how well a model predicts, and what other numbers of visits make of the same checkpoint."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -9,15 +12,19 @@ import torch
 import xarray as xr
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
-from transformers import PreTrainedModel
 
-from smeltscope.activations import Variable, attributes_of, decode, head_of
+from smeltscope import activations
+from smeltscope.activations import Variable, attributes_of
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import SmeltForCausalLM, with_visits
 from smeltscope.probes.labels import over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe
 from smeltscope.probes.statistics import Quantities, Resampling, exact, quantities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smeltscope.model import SmeltForCausalLM
 
 # Logits made at a time, tokens x vocabulary: more fall out of a processor's caches, fewer leave a GPU idle.
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -120,6 +127,8 @@ class Loss(Probe):
             arrays[name][:] = values.cpu()
 
     def check(self, model: PreTrainedModel) -> None:
+        from smeltscope.model import SmeltForCausalLM
+
         if self.visits and not isinstance(model, SmeltForCausalLM):
             raise SmeltscopeError(
                 f"{type(model).__name__} runs with its own number of visits only; a sweep needs a SMELT or its "
@@ -222,6 +231,8 @@ def measure_loss(
 
 
 def _swept_run(output: Output, visits: int, input_ids: Tensor) -> Decoded:
+    from smeltscope.model import SmeltForCausalLM, with_visits
+
     model = output.model
     assert isinstance(model, SmeltForCausalLM)  # `check` has seen to it
     if visits == model.config.num_visits:
@@ -229,5 +240,5 @@ def _swept_run(output: Output, visits: int, input_ids: Tensor) -> Decoded:
     known = _swept.setdefault(model, {})
     if visits not in known:
         known[visits] = with_visits(model, visits)
-    decoded = decode(known[visits], input_ids)
-    return decoded.last_hidden_state, head_of(known[visits], decoded)
+    decoded = activations.decode(known[visits], input_ids)
+    return decoded.last_hidden_state, activations.head_of(known[visits], decoded)

@@ -1,18 +1,24 @@
 """Attention of a few prompts, whole: for looking at, beside the sums that are kept of all prompts."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smeltscope.activations import Attention, Fixed, capture, decode, head_of
-from smeltscope.model import Checkpoint, Execution, executions_of
+from smeltscope import activations
+from smeltscope.activations import Fixed
 from smeltscope.probes.prompts import prompt_batch, rows_of_targets
 from smeltscope.probes.runner import Beside
 from smeltscope.probes.sampling import Sample
 from smeltscope.tasks import HeldOut, pad_batch
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Attention
+    from smeltscope.model import Checkpoint, Execution
 
 GROUP = "dyck_patterns"
 MOST_BYTES = 64 * 2**20  # of complete patterns; beyond it only the targets' rows are kept
@@ -113,6 +119,8 @@ def _run(
     checkpoint: Checkpoint, ids: np.ndarray, queries: Tensor, targets: Sample
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention rows of `queries` (B, N), (B, execution, head, N, T), and the likeliest token after each of `targets`."""
+    from smeltscope.model import executions_of
+
     model = checkpoint.model
     found: dict[int, np.ndarray] = {}
 
@@ -121,10 +129,12 @@ def _run(
         found[execution.index] = attention.rows(here).cpu().numpy()
 
     with torch.no_grad():
-        with capture(model, ["attention"], on_attention):
-            decoded = decode(model, torch.from_numpy(ids).to(queries.device))
+        with activations.capture(model, ["attention"], on_attention):
+            decoded = activations.decode(model, torch.from_numpy(ids).to(queries.device))
         hidden = targets.take(decoded.last_hidden_state)
-        predicted = head_of(model, decoded)(hidden).argmax(-1).cpu().numpy()  # (B, target)
+        predicted = (
+            activations.head_of(model, decoded)(hidden).argmax(-1).cpu().numpy()
+        )  # (B, target)
     heads = max(rows.shape[1] for rows in found.values())
     executions = len(executions_of(model.config))
     filled = np.full((len(ids), executions, heads, queries.shape[1], ids.shape[1]), np.nan)

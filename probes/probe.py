@@ -1,22 +1,27 @@
 """What a probe is: sites it reads, arrays it fills, and what it makes of them."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import xarray as xr
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from smeltscope.activations import Variable
-from smeltscope.model import Execution
 from smeltscope.probes.regions import Regions
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import Quantities, Resampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from smeltscope.model import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +109,9 @@ class Batch:
     category: np.ndarray  # (B,), index along `table_category`
     fold: np.ndarray  # (B,), index along `fold`
     prompts: PromptBatch | None = None
-    _made: dict[Callable[["Batch"], Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[Callable[[Batch], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
-    def once(self, make: Callable[["Batch"], Any]) -> Any:
+    def once(self, make: Callable[[Batch], Any]) -> Any:
         """What `make` gives of this batch, made at the first of its executions."""
         if make not in self._made:
             self._made[make] = make(self)

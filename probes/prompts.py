@@ -1,8 +1,10 @@
 """Prompts: how they are made for a checkpoint, and what is known of those of a batch as tensors, padded on the right."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,13 +12,15 @@ import xarray as xr
 from torch import Tensor
 
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Checkpoint
 from smeltscope.probes.probe import PromptBatch
 from smeltscope.probes.regions import PromptRegions
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import Documents, Resampling, bootstrap_weights
 from smeltscope.tasks import Prompts
 from smeltscope.tasks.dyck import read_template
+
+if TYPE_CHECKING:
+    from smeltscope.model import Checkpoint
 
 
 def layout_of(checkpoint: Checkpoint, template: str | Path) -> dict[str, Any]:

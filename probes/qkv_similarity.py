@@ -1,7 +1,10 @@
 """qkv-similarity: at which stage of attention the visits of a layer part ways."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,7 +13,6 @@ import xarray as xr
 from torch import Tensor, nn
 
 from smeltscope.activations import Variable
-from smeltscope.model import Execution
 from smeltscope.probes.cosines import Vectors, blocks, cosines, sums
 from smeltscope.probes.labels import over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
@@ -22,6 +24,9 @@ from smeltscope.probes.statistics import (
     Resampling,
     quantities,
 )
+
+if TYPE_CHECKING:
+    from smeltscope.model import Execution
 
 RANDOM = "V random"
 SITE_OF_STAGE = {

@@ -1,9 +1,11 @@
 """residual-updates: how much each execution writes into the residual stream, and in which direction."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from smeltscope.activations import Variable
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Execution
 from smeltscope.probes.cosines import Vectors, blocks, sums
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
@@ -25,6 +26,9 @@ from smeltscope.probes.statistics import (
     exact,
     quantities,
 )
+
+if TYPE_CHECKING:
+    from smeltscope.model import Execution
 
 WRITES = ("update", "attn_out", "mlp_out")  # the whole update, and its two parts
 VECTORS = (*WRITES, "attn_in", "mlp_in")
@@ -130,8 +134,8 @@ class ResidualUpdates(Probe):
         batch: Batch,
         execution: Execution,
         sites: Mapping[str, Any],
-        earlier: Mapping[int, "_Kept"],
-    ) -> "_Kept | None":
+        earlier: Mapping[int, _Kept],
+    ) -> _Kept | None:
         residual, after = sites["resid_pre"], sites["resid_post"]
         counted = batch.real if self.include_first else batch.counted
         tokens = batch.tokens.with_first if self.include_first else batch.tokens
@@ -364,7 +368,7 @@ class Pairs:
     nonmatching: np.ndarray  # (P, E, E), bool: different layers, one at either visit
 
     @classmethod
-    def of(cls, data: xr.Dataset) -> "Pairs":
+    def of(cls, data: xr.Dataset) -> Pairs:
         """From a run's labels."""
         layer = data["layer"].values
         places = executions_of_pairs(data)  # (L, P, 2)

@@ -1,18 +1,18 @@
 """router-overlap: how many of a token's experts stay the same from one visit of a layer to the next, and which."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xarray as xr
-from scipy.stats import hypergeom
 from torch import Tensor
 
-from smeltscope.activations import Routing, Variable, attributes_of
+from smeltscope.activations import Variable, attributes_of
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Execution
 from smeltscope.probes.labels import executions_of_pairs, over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.statistics import (
@@ -26,6 +26,10 @@ from smeltscope.probes.statistics import (
     quantities,
 )
 from smeltscope.probes.visit_pairs import averages, each_of, first_of
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Routing
+    from smeltscope.model import Execution
 
 # Logits closer than this, or than this many steps of their number type, change places with the shape of the batch.
 NEAR_TIE, NEAR_TIE_STEPS = 1e-5, 2
@@ -268,7 +272,7 @@ class Choice:
     load: np.ndarray  # (category, fold, expert), the batch's tokens that chose it
 
     @classmethod
-    def of(cls, routing: Routing, load: np.ndarray) -> "Choice":
+    def of(cls, routing: Routing, load: np.ndarray) -> Choice:
         weights = routing.weights / routing.weights.sum(-1, keepdim=True)
         return cls(experts=routing.experts.int(), weights=weights, load=load)
 
@@ -402,7 +406,7 @@ class Folds:
     resampling: Resampling
 
     @classmethod
-    def of(cls, load: np.ndarray, k: int, *, draws: int, seed: int) -> "Folds":
+    def of(cls, load: np.ndarray, k: int, *, draws: int, seed: int) -> Folds:
         """From the table `load`, (category, fold, execution, expert)."""
         tokens = load.sum(-1) // k
         filled = tokens.any(-1)
@@ -533,6 +537,8 @@ def _drawn_from(units: int, estimate: Estimate) -> Estimate:
 
 def _chance(experts: int, k: int) -> Quantities:
     """Two independent uniform sets of k among `experts`."""
+    from scipy.stats import hypergeom
+
     shared = np.arange(k + 1)
     share = hypergeom(experts, k, k).pmf(shared)
     mean = k**2 / experts

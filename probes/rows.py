@@ -4,18 +4,23 @@ Sampled queries stand at ascending positions, and most of them near the start. A
 as many keys: up to 64, up to 128, up to 256, ... That is not much more than the rows themselves.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from smeltscope.activations import Attention
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Execution
 from smeltscope.probes.sampling import Sample
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Attention
+    from smeltscope.model import Execution
 
 FEWEST_KEYS = 64  # that a block is made for
 

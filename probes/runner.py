@@ -1,5 +1,7 @@
 """The runner: one forward per batch over a held-out set, fed to every probe, into one run file."""
 
+from __future__ import annotations
+
 import platform
 import warnings
 import zlib
@@ -8,29 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from smeltscope import __version__
+from smeltscope import __version__, activations
 from smeltscope.activations import (
-    Attention,
     Fixed,
     RunWriter,
     Schema,
     Variable,
     attributes_of,
-    capture,
-    decode,
     flattened,
-    head_of,
     is_finished,
     open_run,
-    sites_of,
 )
 from smeltscope.errors import SmeltscopeError
-from smeltscope.model import Checkpoint, Execution
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, group_name
 from smeltscope.probes.prompts import prompt_batch, prompt_regions, rows_of_targets
 from smeltscope.probes.regions import TEXT_REGIONS, Regions, TextRegions
@@ -38,6 +34,10 @@ from smeltscope.probes.rows import rows_of
 from smeltscope.probes.sampling import Sample, sample_queries, sample_tokens, segment_seed
 from smeltscope.probes.workers import Workers, split_batches
 from smeltscope.tasks import HeldOut, Prompts, delimiter_tokens, pad_batch, plan_batches
+
+if TYPE_CHECKING:
+    from smeltscope.activations import Attention
+    from smeltscope.model import Checkpoint, Execution
 
 FOLDS = 8  # parts of the documents that tables are kept by
 _RECORDED_PACKAGES = ("torch", "transformers", "numpy", "h5py")
@@ -294,16 +294,16 @@ class Measurement:
 
         with torch.no_grad():
             if self.sites:
-                with capture(self.model, self.sites, on_site):
-                    decoded = decode(self.model, batch.input_ids)
+                with activations.capture(self.model, self.sites, on_site):
+                    decoded = activations.decode(self.model, batch.input_ids)
                 end_execution()
             else:
-                decoded = decode(self.model, batch.input_ids)
+                decoded = activations.decode(self.model, batch.input_ids)
             earlier.clear()
             output = Output(
                 model=self.model,
                 hidden=decoded.last_hidden_state,
-                logits=head_of(self.model, decoded),
+                logits=activations.head_of(self.model, decoded),
             )
             for probe in self.probes:
                 if probe.reads_output:
@@ -405,7 +405,7 @@ def dimensions_of(probes: Sequence[Probe], shape: ModelShape) -> dict[str, np.nd
 def model_shape(checkpoint: Checkpoint, heldout: HeldOut, max_length: int) -> ModelShape:
     """A forward over two tokens tells the sizes of every layer, and whether the model can be captured at all."""
     model = checkpoint.model
-    available = sites_of(model)
+    available = activations.sites_of(model)
     sizes = {"heads": 0, "kv_heads": 0, "experts": 0, "experts_per_token": 0}
 
     def on_site(_: Execution, site: str, value: Any) -> None:
@@ -419,9 +419,9 @@ def model_shape(checkpoint: Checkpoint, heldout: HeldOut, max_length: int) -> Mo
         sizes.update({name: max(sizes[name], size) for name, size in found.items()})
 
     watched = [site for site in ("attention", "router") if available[site]]
-    with capture(model, watched, on_site) as run, torch.no_grad():
+    with activations.capture(model, watched, on_site) as run, torch.no_grad():
         device = next(model.parameters()).device
-        decode(model, torch.zeros(1, 2, dtype=torch.long, device=device))
+        activations.decode(model, torch.zeros(1, 2, dtype=torch.long, device=device))
     names = {module: name for name, module in model.named_modules()}
     prompts = heldout.prompts
     layers = [run.module_of(execution) for execution in run.executions]

@@ -40,7 +40,7 @@ def summary_of(
     """
     segments = run["segments"].dataset
     resampling = Resampling.of_run(run, draws=0)
-    if probe.resampled == "items":
+    if probe.resampled == "items" and "label_item" in segments:  # a run over text has none
         resampling = by_item(run, resampling)
     return dataset_of(quantities, run).assign_attrs(
         probe=probe.name,

@@ -1,22 +1,27 @@
 """swap: whether a later visit reads other places or other content, and whether its queries or its keys moved it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor
 
-from smeltscope.activations import Variable, values_of
-from smeltscope.model import Execution
+from smeltscope import activations
+from smeltscope.activations import Variable
 from smeltscope.probes.labels import over_documents
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions
 from smeltscope.probes.rows import Rows, check_rows, products, softmax_with_sink
 from smeltscope.probes.statistics import Quantities, Resampling, quantities
 from smeltscope.probes.visit_pairs import averages, each_of, first_of
+
+if TYPE_CHECKING:
+    from smeltscope.model import Execution
 
 # Whose queries and keys make the attention.
 SWAPS = ("earlier", "later_queries", "later_keys", "later")
@@ -250,7 +255,7 @@ def _products(then: Rows, now: Rows, values: Tensor) -> Tensor:
     """Of what heads read at the earlier visit, the terms of its change and the change itself, each with each, summed over
     queries: (B, H, 5, 5)."""
     mass = torch.cat([then.mass, now.mass - then.mass], dim=2)
-    read = values_of(mass, values).unflatten(2, (2, -1))  # (B, H, 2, N, 2 D)
+    read = activations.values_of(mass, values).unflatten(2, (2, -1))  # (B, H, 2, N, 2 D)
     (then_then, then_change), (moved, both) = (part.chunk(2, dim=-1) for part in read.unbind(2))
     reads = torch.stack([then_then, moved, then_change, both, moved + then_change + both], dim=2)
     if not now.queries.valid.all():

@@ -1,15 +1,19 @@
 """Several processes on one run: `torchrun --nproc-per-node N -m smeltscope probe batch ...`."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # One that is done waits for the slowest, which PyTorch would allow half an hour.
 _PATIENCE = timedelta(days=30)
@@ -29,7 +33,7 @@ class Workers:
     writes: bool = True
 
     @classmethod
-    def of_environment(cls, model: PreTrainedModel) -> "Workers":
+    def of_environment(cls, model: PreTrainedModel) -> Workers:
         """As torchrun says; joins its process group."""
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if processes == 1:

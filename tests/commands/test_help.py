@@ -94,6 +94,25 @@ def test_python_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert cli.main() == 0
 
 
+def test_who_looks_at_finished_runs_does_not_wait_for_transformers() -> None:
+    """Their numbers, tables, figures and pages need no model: loading what runs one takes longer than all of them."""
+    modules = (
+        "smeltscope.commands.show",
+        "smeltscope.commands.compare",
+        "smeltscope.dashboards.app",
+    )
+    loads = "; ".join(f"import {module}" for module in (*modules, "smeltscope.probes.compare"))
+    probes = "from smeltscope.registry import ALL_PROBES, make_probe; [make_probe(p) for p in ALL_PROBES]"
+    tells = "import sys; print([m for m in ('transformers', 'sklearn', 'scipy.stats') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{loads}; {probes}; {tells}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_an_unexpected_error_is_a_line_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

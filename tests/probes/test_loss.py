@@ -268,7 +268,7 @@ def test_swept_models_are_made_once_and_let_go(
         made.append(visits)
         return with_visits(model, visits)
 
-    monkeypatch.setattr(loss_module, "with_visits", counting)
+    monkeypatch.setattr("smeltscope.model.with_visits", counting)
     checkpoint, heldout = make_checkpoint("smelt"), make_heldout([40] * 4)
     options = RunOptions(max_length=40, batch_tokens=40)
     run_probes(checkpoint, heldout, [Loss(visits=(0, 1, 2, 3))], tmp_path / "run.h5", options)

@@ -61,7 +61,9 @@ def report(
     runs = run_files_of(run_files)
     troubles = [trouble for run in runs if (trouble := run.trouble()) is not None]
     if troubles:
-        raise SmeltscopeError(f"{' '.join(troubles)} No report was written: mend these, or leave them out.")
+        raise SmeltscopeError(
+            f"{' '.join(troubles)} No report was written: mend these, or leave them out."
+        )
     log = terminal.make_log(quiet=quiet)
     write_report(runs, out)
     log.print(f"Report: {out.resolve()}", soft_wrap=True)

@@ -1,0 +1,1 @@
+../../src/smeltscope/lazy.py
