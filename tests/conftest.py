@@ -85,6 +85,14 @@ def tiny_checkpoint(
 
 
 @pytest.fixture(scope="session")
+def short_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layout of Dyck prompts with hardly a word, so that prompts of bytes are short."""
+    file = tmp_path_factory.mktemp("template") / "short.toml"
+    file.write_text('shot = "{input}: {answer}"')
+    return file
+
+
+@pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a .jsonl file of three categories, four documents each. Don't write into it."""
     import json

@@ -105,22 +105,13 @@ def test_show_and_compare(finished: Path, probe: Callable[..., Any]) -> None:
     assert "Only B has" in found and "mass visit 2 overall" in found
 
 
-def test_heads_of_two_runs_are_compared(
-    finished: Path, probe: Callable[..., Any], tmp_path: Path
+def test_heads_of_two_runs_are_named_and_not_subtracted(
+    finished: Path, probe: Callable[..., Any]
 ) -> None:
-    """The head of each is named, and no difference made of their numbers."""
-    out = tmp_path / "zero.h5"
-    more = ("--shots", "0,2", "--nested", 4, "--ablation", "zero", "--out", out, "-q")
-    assert probe(*ARGUMENTS, *more).code == 0
-    result = probe("compare", finished, out)
-    heads = [
-        f"{letter} head {int(found['dyck_head'])} of layer {int(found['dyck_head_layer'])}"
-        for letter, file in (("A", finished), ("B", out))
-        for found in [smeltscope.summarize(smeltscope.open(file), "dyck-heads", draws=0)]
-    ]
-    assert f"The Dyck head: {', '.join(heads)}." in result.out
-    assert "dyck head rise" in result.out and "perplexity" not in result.out  # which is the same
-    rows = probe("compare", "--csv", finished, out).out.splitlines()
+    found = smeltscope.summarize(smeltscope.open(finished), "dyck-heads", draws=0)
+    head = f"head {int(found['dyck_head'])} of layer {int(found['dyck_head_layer'])}"
+    assert f"The Dyck head: A {head}, B {head}." in probe("compare", finished, finished).out
+    rows = probe("compare", "--csv", finished, finished).out.splitlines()
     named = [row for row in rows if row.startswith("dyck-heads,dyck_head_layer")]
     assert [row.split(",")[1] for row in named] == ["dyck_head_layer_a", "dyck_head_layer_b"]
 
@@ -206,10 +197,16 @@ def test_a_run_that_chose_no_head(
     assert result.code == 2 and f"There is no run file {missing}" in result.err
 
 
-def test_the_same_in_python(finished: Path) -> None:
-    given = {"items": 4, "shots": (0, 2), "seeds": 2, "nested": 4, "device": "cpu", "quiet": True}
-    run = smeltscope.dyck("smelt-tiny", **given)
-    other = smeltscope.open(finished)
+def test_the_same_in_python(
+    tiny_checkpoint: Path, short_template: Path, probe: Callable[..., Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "run.h5"
+    asked = ("--items", 2, "--seeds", 2, "--shots", "0,2", "--nested", 4)
+    command = ("dyck", "--ckpt", tiny_checkpoint, *asked, "--template", short_template)
+    assert probe(*command, "--device", "cpu", "--out", out, "-q").code == 0
+    given: dict[str, Any] = {"template": short_template}
+    given |= {"items": 2, "shots": (0, 2), "seeds": 2, "nested": 4, "device": "cpu", "quiet": True}
+    run, other = smeltscope.dyck(tiny_checkpoint, **given), smeltscope.open(out)
     assert run.attrs["identity"] == other.attrs["identity"]
     for group in ("dyck_scores", "dyck_heads", "dyck_map"):
         assert run[group].dataset.equals(other[group].dataset)

@@ -269,7 +269,9 @@ def test_drawn_prompts_with_pairs_of_their_own(pairs: str, make: Callable[..., C
             assert shown == ({answer[i]} if pairs == "answers" else shown & {answer[i]})
             regions = {example.region_names[example.regions[k]] for k in np.flatnonzero(mark)}
             assert regions <= {"demo_answer"}
-    with pytest.raises(SmeltscopeError, match="never shows"):
+    with pytest.raises(
+        SmeltscopeError, match="closes another type"
+    ):  # nothing else shows the pairs
         live.run_text(0, live.draw(0, 0, 0, 4, "answers")[0])
     with pytest.raises(SmeltscopeError, match="usual, or revealed by answers, inputs, both"):
         live.draw(0, 3, 0, 4, "in-context")

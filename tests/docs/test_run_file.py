@@ -37,12 +37,26 @@ def run_file(
 
 
 @pytest.fixture(scope="module")
-def dyck_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def dyck_files(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path, short_template: Path
+) -> list[Path]:
     """What `probe dyck` and `probe dyck-state` leave."""
     from smeltscope.cli import probe, run
 
     folder = tmp_path_factory.mktemp("dyck")
-    given = ["--device", "cpu", "--items", "4", "--seeds", "1", "--shots", "1", "-q"]
+    given = [
+        "--ckpt",
+        str(tiny_checkpoint),
+        "--device",
+        "cpu",
+        "--items",
+        "4",
+        "--seeds",
+        "1",
+        "--shots",
+        "1",
+        "-q",
+    ]
     assert run(probe, ["dyck", *given, "--nested", "4", "--out", str(folder / "dyck.h5")]) == 0
     assert run(probe, ["dyck-state", *given, "--out", str(folder / "state.h5")]) == 0
     return [folder / "dyck.h5", folder / "state.h5"]

@@ -442,7 +442,7 @@ def test_refusals(search, make_run):
         DyckHeads(ablation="nought")
     with pytest.raises(SmeltscopeError, match="give dyck-heads the prompts"):
         make_run([DyckHeads()])
-    with pytest.raises(SmeltscopeError, match="alone with 1 shots in half 0"):
+    with pytest.raises(SmeltscopeError, match="alone with 1 shot in half 0"):
         search(tiny("smelt", **SMALL), random_prompts(items=2))
     run = search(tiny("smelt", **SMALL), random_prompts(items=2), "zero")
     summary = summarize(run, DyckHeads(), draws=20)  # one prompt a half: a choice, no more
