@@ -69,11 +69,11 @@ def brackets(smelts: dict[str, xr.DataTree], baselines: dict[str, xr.DataTree]) 
         for pair in smelts
         for model, run in (("smelt", smelts[pair]), ("baseline", baselines[pair]))
     }
-    first = next(iter(found.values()))
+    shots_of = [set(s["shots"].values[s["prompts"].values > 0].tolist()) for s in found.values()]
     for score in ("exact", "token_loss"):
         rows = [
             [str(shots), *(shown(summary.sel(shots=shots), score) for summary in found.values())]
-            for shots in first["shots"].values[first["prompts"].values > 0]
+            for shots in sorted(set.intersection(*shots_of))
         ]
         table([f"{score.replace('_', ' ')}, shots", *found], rows)
         print()
