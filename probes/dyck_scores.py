@@ -14,6 +14,7 @@ from torch.nn.functional import log_softmax
 
 from smeltscope import activations
 from smeltscope.activations import Variable
+from smeltscope.errors import SmeltscopeError
 from smeltscope.probes.loss import CHUNK
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, PromptBatch
 from smeltscope.probes.prompts import by_item
@@ -165,10 +166,12 @@ class DyckScores(Probe):
             return {}
         items = by_item(run, resampling)
         values = {str(name): array.values for name, array in data.data_vars.items()}
-        values |= {
-            name: labels[f"label_{name}"].values
-            for name in (*REFERENCES, *(f"right_symbols_{guess}" for guess in GUESSES))
-        }
+        known = (*REFERENCES, *(f"right_symbols_{guess}" for guess in GUESSES))
+        if any(f"label_{name}" not in labels for name in known):
+            raise SmeltscopeError(
+                "An older smeltscope made this run, and left out what scores are held against; run probe dyck again."
+            )
+        values |= {name: labels[f"label_{name}"].values for name in known}
         values |= {f"loss_{guess}": -np.log(values[guess]) for guess in GUESSES}
         of_shots, of_seed, of_readable = (values[name] > 0 for name in PLACES)  # (segment, ...)
         scored, nested = (

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from smeltscope.activations import open_run
+from smeltscope.errors import SmeltscopeError
 from smeltscope.probes import Resampling, RunOptions, run_probes, summarize
 from smeltscope.probes.compare import compare
 from smeltscope.probes.dyck_scores import (
@@ -429,6 +430,13 @@ def test_items_are_drawn_whole_and_within_their_kind(labelled_run):
     names = segments["label_item"].values
     for name in np.unique(names):
         assert len(np.unique(items.documents.of_segment[names == name])) == 1
+
+
+def test_a_run_of_an_older_version_is_told(labelled_run):
+    old = labelled_run[0].copy(deep=True)
+    old["segments"] = old["segments"].dataset.drop_vars("label_right_symbols_guess")
+    with pytest.raises(SmeltscopeError, match="older smeltscope made this run"):
+        summarize(old, PROBE, draws=5)
 
 
 def test_one_item_has_no_interval(run_of, make_checkpoint):
