@@ -39,14 +39,12 @@ def open_run(recipe: Recipe) -> Path:
                 f"{output} holds a run of another recipe, which differs in {', '.join(changed)}: "
                 "give --out another folder, or remove it."
             )
-    partial = output / "recipe.toml.partial"
-    foreign = {partial.name, "lost+found"}  # that every new disk has
+    foreign = {_partial(kept).name, "lost+found"}  # that every new disk has
     if not kept.exists() and output.exists() and {f.name for f in output.iterdir()} - foreign:
         raise SmeltscopeError(f"{output} is not empty and holds no run: give --out a new folder.")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        partial.write_text(recipe.text, encoding="utf-8")
-        partial.rename(kept)
+        _write_whole(kept, recipe.text)
     except OSError as error:
         raise SmeltscopeError(
             f"The output folder {output} cannot be made or written ({error.strerror}): give --out another."
@@ -54,11 +52,20 @@ def open_run(recipe: Recipe) -> Path:
     return output
 
 
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file such that a kill leaves the one before or all of it."""
+    partial = _partial(path)
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
 def keep_sizes(output: Path, sizes: dict[str, int]) -> None:
     """Write down the text files of a run and their bytes, in order, before its rows are made of them."""
-    partial = output / "text.json.partial"
-    partial.write_text(json.dumps(sizes, indent=1), encoding="utf-8")
-    partial.rename(output / "text.json")
+    _write_whole(output / "text.json", json.dumps(sizes, indent=1))
 
 
 def check_sizes(output: Path, sizes: dict[str, int]) -> None:
@@ -210,9 +217,7 @@ def forget_metrics_after(output: Path, step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(kept))
-    partial.rename(path)
+    _write_whole(path, "".join(kept))
 
 
 def write_curve(output: Path, path: Path) -> None:

@@ -132,9 +132,8 @@ def _run(
         with activations.capture(model, ["attention"], on_attention):
             decoded = activations.decode(model, torch.from_numpy(ids).to(queries.device))
         hidden = targets.take(decoded.last_hidden_state)
-        predicted = (
-            activations.head_of(model, decoded)(hidden).argmax(-1).cpu().numpy()
-        )  # (B, target)
+        logits = activations.head_of(model, decoded)(hidden)
+        predicted = logits.argmax(-1).cpu().numpy()  # (B, target)
     heads = max(rows.shape[1] for rows in found.values())
     executions = len(executions_of(model.config))
     filled = np.full((len(ids), executions, heads, queries.shape[1], ids.shape[1]), np.nan)

@@ -151,9 +151,8 @@ class Probe(ABC):
     sites: ClassVar[tuple[str, ...]]  # where it reads
     reads_output: ClassVar[bool] = False  # whether `observe_output` is to be called
     resampled: ClassVar[str] = "documents"  # what its intervals draw again
-    names: ClassVar[
-        tuple[str, ...]
-    ] = ()  # quantities that say which, of which differences mean nothing
+    # Quantities that say which of several it is: a difference of two such numbers means nothing.
+    names: ClassVar[tuple[str, ...]] = ()
 
     def check(self, model: PreTrainedModel) -> None:
         """Raises `SmeltscopeError` for a model of which it cannot be measured, before anything is run."""

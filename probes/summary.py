@@ -39,15 +39,15 @@ def summary_of(
     `fewest`: how many documents (or items, where these are drawn) the smallest category (kind and half of the prompts) has.
     """
     segments = run["segments"].dataset
-    resampling = Resampling.of_run(run, draws=0)
+    documents = drawn = Resampling.of_run(run, draws=0)
     if probe.resampled == "items" and "label_item" in segments:  # a run over text has none
-        resampling = by_item(run, resampling)
+        drawn = by_item(run, documents)
     return dataset_of(quantities, run).assign_attrs(
         probe=probe.name,
         resampled=probe.resampled,
-        fewest=resampling.documents.fewest,
+        fewest=drawn.documents.fewest,
         segments=len(segments["document"]),
-        documents=len(np.unique(segments["document"])),
+        documents=len(documents.documents),
         tokens=int(segments["tokens"].sum()),
         bootstrap_draws=draws,
         bootstrap_seed=seed,

@@ -39,10 +39,8 @@ NULLS = {  # of the summary: what it is called, and its mark
     "other_token_overlap": ("another token of the segment", "square"),
     "previous_overlap": ("last occurrence of the same token", "cross"),
 }
-PAPER_CHOSEN, PAPER_KEPT = (
-    8,
-    (2, 3),
-)  # of 504 experts, arXiv 2609.01343; kept ones of others are no such number
+# Of 504 experts, arXiv 2609.01343; where others are chosen the number of kept ones is no such number.
+PAPER_CHOSEN, PAPER_KEPT = 8, (2, 3)
 
 
 def overlap_histogram(

@@ -734,7 +734,7 @@ def test_run_goes_on_with_as_many_processes(finished: Path, data: Path, tmp_path
 def test_metrics_are_whole_whenever_the_kill_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill(*_: Any) -> None:
+    def kill(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     metrics_file = tmp_path / "metrics.jsonl"
