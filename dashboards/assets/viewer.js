@@ -1151,7 +1151,7 @@
       this.map = new FullMap(this);
       this.build();
       this.listen();
-      this.guarded(() => this.start());
+      this.work = this.guarded(() => this.start());
     }
 
     build() {
@@ -1334,11 +1334,11 @@
       const changed = (...names) => names.some((name) => state[name] !== before[name]);
       if (changed("run", "ex", "prompt", "zero")) {
         this.tell("");
-        this.guarded(() => this.open());
+        this.work = this.guarded(() => this.open());
       } else if (!this.view) return;
       else if (changed("layer", "head")) {
         this.tell("");
-        this.guarded(() => this.showHead());
+        this.work = this.guarded(() => this.showHead());
       } else {
         if (changed("sort", "mask")) this.heads.render();
         this.render();
@@ -1566,8 +1566,14 @@
       return this.copy(addressOf(this.state), "Link copied.");
     }
 
-    copyNumbers() {
-      return this.rows ? this.copy(this.tsv(), `Numbers of ${this.view.length} tokens copied.`) : undefined;
+    /** Wait for the numbers of what was chosen last, which may still be on their way; whether there are any. */
+    async settled() {
+      for (let work; work !== this.work; ) await (work = this.work);
+      return Boolean(this.rows);
+    }
+
+    async copyNumbers() {
+      if (await this.settled()) await this.copy(this.tsv(), `Numbers of ${this.view.length} tokens copied.`);
     }
 
     /** Masses of the token in question, or the mean over targets: a line for each token, a column for each visit. */
@@ -1583,7 +1589,7 @@
     }
 
     async savePicture(kind) {
-      if (!this.rows) return;
+      if (!(await this.settled())) return;
       const { text, width, height } = pictureOf(this), name = `layer-${this.state.layer}-head-${this.state.head}.${kind}`;
       if (kind === "svg") return download(new Blob([text], { type: "image/svg+xml" }), name);
       const image = new Image();
@@ -1627,7 +1633,7 @@
       if (!inside && target !== document.body) return;
       if (key === "?") this.help.showModal();
       else if (key === "e" && this.live) event.preventDefault(), this.composer.toggle(); // also while numbers are on their way
-      else if (this.rows && this.act(key, target)) event.preventDefault();
+      else if ((this.rows || (this.view && /^[ltpP]$/.test(key))) && this.act(key, target)) event.preventDefault();
     }
 
     /** Do what a key stands for; whether it stands for anything here. */

@@ -97,6 +97,7 @@ def use_the_viewer(tab: Any, address: str) -> None:
     with tab.expect_download() as download:
         tab.get_by_role("button", name="SVG").click()
     assert Path(download.value.path()).read_text().startswith("<svg")
+    tab.wait_for_function("new URLSearchParams(location.search).has('prompt')")
     deep = tab.evaluate("location.href")
     tab.goto("about:blank")
     tab.goto(deep)

@@ -412,9 +412,7 @@ def address(server: flask.Flask) -> Iterator[str]:
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     """Open an address with the viewer in it; at the end nothing was logged and nobody else was asked."""
-    page = (
-        browser.new_page(viewport={"width": 1440, "height": 900}) if False else browser.new_page()
-    )
+    page = browser.new_page()
     page.set_viewport_size({"width": 1440, "height": 900})
     seen = SimpleNamespace(log=[], requests=[])
     page.on(
@@ -720,6 +718,38 @@ def test_taking_away(visit: Callable, address: str, run: xr.DataTree, tmp_path: 
         assert file.read_bytes().startswith(start) and file.stat().st_size > 10_000
         assert file.stem == "layer-2-head-1"
     assert "visit 2" in file.read_text() and "<script" not in file.read_text()
+
+
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_what_is_on_its_way_is_taken_away_not_what_was_there(
+    visit: Callable, address: str, run: xr.DataTree, by: str
+) -> None:
+    page = visit(address + "?layer=2&head=1&ex=1")
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    held: list[Any] = []
+    late = [held.append]
+    page.route("**/map/**", lambda route: late[0](route))
+    page.get_by_label("Example").select_option("0")
+    page.wait_for_function("document.querySelector('.sv').ariaBusy === 'true'")
+    page.wait_for_timeout(300)
+    with page.expect_download() as download:
+        if by == "button":
+            page.get_by_role("button", name="Copy TSV").click()
+            page.get_by_role("button", name="SVG").click()
+        else:
+            page.locator("body").press("t")
+            page.locator("body").press("P")
+        page.wait_for_timeout(100)
+        assert held and not page.evaluate("window.copied")
+        late[0] = lambda route: route.continue_()
+        for route in held:
+            route.continue_()
+    assert download.value.suggested_filename == "layer-2-head-1.svg"
+    page.wait_for_function("window.copied")
+    copied = [line.split("\t")[3] for line in page.evaluate("window.copied").splitlines()[1:]]
+    execution = run["layer"].values.tolist().index(2)
+    rows = run["dyck_patterns"]["row"].values[0, execution, 1].mean(0)
+    np.testing.assert_allclose([float(value) for value in copied], rows[: len(copied)], atol=1e-6)
 
 
 def test_help_and_roles(visit: Callable, address: str) -> None:
