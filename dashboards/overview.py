@@ -93,7 +93,7 @@ HEADLINES: dict[str, tuple[Headline, ...]] = {
         ),
         Headline(
             what="relative update at visit 2 / at visit 1",
-            quantity="relative_update_ratio",
+            quantity="relative_update_ratio_overall",
             by_layer="relative_update_ratio",
         ),
         Headline(

@@ -188,7 +188,8 @@ class ResidualUpdates(Probe):
         `norm_ratio_mean` the arithmetic one, `norm_ratio_of_sums`. Over (vector, visit_pair): `norm_ratio_overall`,
         geometric mean over layers. Over (execution): `relative_update`, geometric mean (`relative_update_mean`,
         `relative_update_of_sums`), `residual_rms`, `update_rms`, `first_residual_rms`, `first_update_rms`,
-        `tokens`. Over (looped_layer, visit_pair): `relative_update_ratio`.
+        `tokens`. Over (looped_layer, visit_pair): `relative_update_ratio`; over (visit_pair): `relative_update_ratio_overall`,
+        geometric mean over layers.
 
         Each as it is and as `..._centred`: over (write, looped_layer, visit_pair) `matched_cosine`, `nearby_cosine` and
         `matched_minus_nearby`; over (write, visit_pair) their means over layers `matched_overall`, `nearby_overall` and
@@ -236,6 +237,7 @@ class ResidualUpdates(Probe):
         log_ratio = ratios.pop("norm_log")
         pairs = Pairs.of(data)
         relative_ratio = relative_log[pairs.second] - relative_log[pairs.first]
+        relative_ratio = relative_ratio.where(pairs.exists)
         by_pair = ("write", "visit_pair")
         cosines: dict[str, Quantity] = {}
         for end, matrix in matrices.items():
@@ -275,8 +277,11 @@ class ResidualUpdates(Probe):
             **quantities(("execution",), by_execution),
             **quantities(
                 ("looped_layer", "visit_pair"),
-                {"relative_update_ratio": _exp(relative_ratio.where(pairs.exists))},
+                {"relative_update_ratio": _exp(relative_ratio)},
                 family=("relative_update_ratio",),
+            ),
+            **quantities(
+                ("visit_pair",), {"relative_update_ratio_overall": _exp(relative_ratio.mean(-2))}
             ),
             **cosines,
             **cells,
@@ -461,7 +466,8 @@ def sentence(summary: xr.Dataset) -> str:
     growth = pair["relative_update_ratio"].values
     text = (
         f"Norms at visit {later} over visit {earlier}, geometric means over tokens and looped layers: "
-        f"{', '.join(ratios) or 'none'} (1: no change); the update is larger relative to what the layer gets in "
+        f"{', '.join(ratios) or 'none'} (1: no change); the update relative to what the layer gets "
+        f"{_number(pair, 'relative_update_ratio_overall')}, above 1 in "
         f"{int((growth > 1).sum())} of {int(np.isfinite(growth).sum())} layers. "
     )
     update = pair.sel(write="update")

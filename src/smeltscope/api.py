@@ -141,6 +141,7 @@ def dyck(
         reveal=reveal,
         seed=seed,
         nested=nested,
+        examples=examples,
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.h5" if out is None else Path(out)

@@ -423,6 +423,11 @@ def test_averages_like_slow_ones(run_of):
     )
     for i, layer in enumerate(summary["looped_layer"].values):
         close(summary["relative_update_ratio"][i, 0], relative[layer, 2] / relative[layer, 1])
+    by_layer = [relative[layer, 2] / relative[layer, 1] for layer in summary["looped_layer"].values]
+    overall = summary.isel(visit_pair=0)
+    close(overall["relative_update_ratio_overall"], np.prod(by_layer) ** (1 / len(by_layer)))
+    low, high = (float(overall[f"relative_update_ratio_overall_{end}"]) for end in ("low", "high"))
+    assert low < float(overall["relative_update_ratio_overall"]) < high
     assert (summary["tokens"] == sum(n - 1 for n in LENGTHS)).all()
     # A geometric mean is at most the arithmetic one.
     assert (summary["norm_ratio"] <= summary["norm_ratio_mean"] + 1e-9).all()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from smeltscope.tasks.dyck.prompts import Kind
 
 NESTED_SHOTS = (1, 2, 4, 8)
+FEWEST_NESTED = 4  # two in each half: what a head reads in one stands in for what it reads in the other
 MANY = 1_000  # prompts that take long to make
 _OF_RUNS = (  # options that --prompt has no use for
     "data", "items", "shots", "seeds", "pairing", "reveal", "baseline", "nested", "ablation", "examples", "batch_tokens",
@@ -227,6 +228,11 @@ def item_sets(
     for name, value, least in (("items", items, 1), ("seeds", seeds, 1), ("nested", nested, 0)):
         if value is not None and value < least:
             raise SmeltscopeError(f"{name} must be {least} or more, not {value}.")
+    if 0 < nested < FEWEST_NESTED:
+        raise SmeltscopeError(
+            f"nested must be {FEWEST_NESTED} or more, not {nested}: each half needs a prompt that stands in for another; 0 leaves "
+            "search and map out."
+        )
     found = None if data is None else dyck.read_items(data)
     reveal = reveal or ("answers" if pairing == "in-context" else "both")
     most, asked = max(shots), []
@@ -249,7 +255,12 @@ def item_sets(
 
 
 def make_prompts(
-    checkpoint: "Checkpoint", log: "Console", *, template: str, **asked: Any
+    checkpoint: "Checkpoint",
+    log: "Console",
+    *,
+    template: str,
+    examples: int | Sequence[str] = 0,
+    **asked: Any,
 ) -> tuple[list[Asked], "HeldOut"]:
     """The item sets that the options ask for, and their prompts; the log says what is going on, and what they are."""
     from smeltscope.tasks import dyck
@@ -263,6 +274,8 @@ def make_prompts(
         )
     with log.status("Drawing items"):
         sets = item_sets(**asked)
+    if not isinstance(examples, int):
+        _check_examples(examples, [s.query.name for part in sets for s in part.sets])
     number = sum(len(part.sets) * len(part.shots) for part in sets)
     if number >= MANY and not log.is_terminal:
         log.print(f"Making {number:,} prompts.")
@@ -270,6 +283,15 @@ def make_prompts(
         heldout = make_heldout(checkpoint, sets, template)
     terminal.data(log, heldout)
     return sets, heldout
+
+
+def _check_examples(asked: Sequence[str], items: Sequence[str]) -> None:
+    unknown = sorted(set(asked) - set(items))
+    if unknown:
+        some = ", ".join(dict.fromkeys(items[:3]))
+        raise SmeltscopeError(
+            f"--examples {','.join(unknown)}: no prompt is of this item; items are called {some}, and so on."
+        )
 
 
 def make_heldout(checkpoint: "Checkpoint", asked: Sequence[Asked], template: str) -> "HeldOut":
@@ -357,11 +379,6 @@ def _example_of(labels: Mapping[str, Any], name: str) -> int:
     import numpy as np
 
     places = np.flatnonzero(labels["item"].astype(str) == name)
-    if not len(places):
-        some = ", ".join(dict.fromkeys(labels["item"].astype(str).tolist()[:3]))
-        raise SmeltscopeError(
-            f"--examples {name}: no prompt is of this item; items are called {some}, and so on."
-        )
     shots = labels["shots"][places]
     return int(places[(shots == (4 if 4 in shots else shots.max())).argmax()])
 
