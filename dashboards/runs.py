@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
@@ -30,11 +30,13 @@ class RunFile:
     """A run file, finished or still being written, of which a page loads no more than it shows.
 
     Whatever was read or summarised is kept until the file changes. Unfinished, it is what its segments so far amount
-    to. Methods raise `SmeltscopeError` for a file that is missing, damaged, no run file or empty so far.
+    to. `name` is what pages call it, by default the file's. Methods raise `SmeltscopeError` for a file that is missing,
+    damaged, no run file or empty so far.
     """
 
-    def __init__(self, path: str | Path, probe_of: ProbeOf) -> None:
+    def __init__(self, path: str | Path, probe_of: ProbeOf, name: str | None = None) -> None:
         self.given = Path(path)
+        self.name = (name or self.given.name).removesuffix(".partial")
         self._probe_of = probe_of
         self._kept: dict[tuple[Any, ...], Any] = {}
         self._kept_of = ""
@@ -50,14 +52,9 @@ class RunFile:
             return self.given
         return finished if finished.is_file() or not written.is_file() else written
 
-    @cached_property
-    def name(self) -> str:
-        """The file's name, without where it lies."""
-        return self.given.name.removesuffix(".partial")
-
     @property
     def label(self) -> str:
-        """File and checkpoint, or the file alone where it cannot be read."""
+        """Name and checkpoint, or the name alone where it cannot be read."""
         try:
             return f"{self.name} ({self.attributes()['checkpoint']})"
         except SmeltscopeError:

@@ -19,7 +19,7 @@ import torch
 
 import smeltscope
 from smeltscope.activations import open_run
-from smeltscope.commands.pages import checkpoint_of_run, run_files_of
+from smeltscope.commands.pages import checkpoint_of_run, distinct_names, run_files_of
 from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of, unmet_of
 from smeltscope.dashboards.numbers import quantities_in, table_of
 from smeltscope.dashboards.overview import headline_rows, headlines, number, with_interval
@@ -61,8 +61,6 @@ def served(
     only_first_done(folder / "growing.h5.partial", 0)
     (folder / "damaged.h5").write_bytes(looped_run.read_bytes()[:5000])
     files = ["loop.h5", "base.h5", "growing.h5", "damaged.h5"]
-    (folder / "growing.h5").touch()
-    (folder / "growing.h5").unlink()
     command = [sys.executable, "-m", "smeltscope", "probe", "view", *files, "--port", "0"]
     process = subprocess.Popen(
         command,
@@ -521,6 +519,20 @@ def test_a_busy_port_is_a_sentence(probe: Callable[..., Any], looped_run: Path) 
         done = probe("view", looped_run, "--port", taken.getsockname()[1])
     assert done.code == 2 and done.err.count("\n") == 1
     assert "cannot be listened on (Address already in use); choose another --port" in done.err
+
+
+def test_runs_of_one_file_name_are_told_apart(
+    looped_run: Path, unlooped_run: Path, tmp_path: Path
+) -> None:
+    given = ["seed1/run.h5", "seed2/run.h5", "other.h5", "deep/seed2/run.h5"]
+    names = ["seed1/run.h5", f"{tmp_path.name}/seed2/run.h5", "other.h5", "deep/seed2/run.h5"]
+    assert distinct_names([tmp_path / path for path in given]) == names
+    assert distinct_names([Path("run.h5"), Path("run.h5")]) == ["run.h5"] * 2
+    for folder, file in (("seed1", looped_run), ("seed2", unlooped_run)):
+        (tmp_path / folder).mkdir()
+        shutil.copy(file, tmp_path / folder / "run.h5")
+    runs = run_files_of([tmp_path / "seed1/run.h5", tmp_path / "seed2/run.h5"])
+    assert [run.label.partition(" ")[0] for run in runs] == ["seed1/run.h5", "seed2/run.h5"]
 
 
 @pytest.mark.parametrize("content", [b"", b"no HDF5", None])
