@@ -17,7 +17,7 @@ from smeltscope.activations import Variable
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes.loss import CHUNK
 from smeltscope.probes.probe import Batch, ModelShape, Output, Probe, PromptBatch
-from smeltscope.probes.prompts import by_item
+from smeltscope.probes.prompts import by_item, count_items
 from smeltscope.probes.sampling import Sample
 from smeltscope.probes.statistics import (
     Estimate,
@@ -197,9 +197,9 @@ class DyckScores(Probe):
             "nested_token_loss": mean("loss_sum", nested, "answer_tokens"),
             "nested_answer_loss": mean("loss_sum", nested),
             "prompts": exact(scored.sum(0)),
-            "items": _items(labels, scored),
+            "items": count_items(labels, scored),
             "nested_prompts": exact(nested.sum(0)),
-            "nested_items": _items(labels, nested),
+            "nested_items": count_items(labels, nested),
         }
         for guess in GUESSES:
             right, loss = f"right_symbols_{guess}", f"loss_{guess}"
@@ -216,7 +216,7 @@ class DyckScores(Probe):
         parted = (*rights, *(name for name in REFERENCES if name != "kept_shots"))
         readable = {f"{name}_by_readable": mean(name, by_readable) for name in parted}
         asked = scored.any(0)[:, None]  # numbers of shots that only nested prompts have are not
-        readable["items_by_readable"] = _items(labels, by_readable).where(asked)
+        readable["items_by_readable"] = count_items(labels, by_readable).where(asked)
         return {
             **quantities(("shots",), by_shots),
             **quantities(("shots", "prompt_seed"), seeds),
@@ -257,14 +257,6 @@ class DyckScores(Probe):
             f"{shown('exact')}; every token the argmax {shown('all_right')}. Without the model, at "
             f"{shots} shot{'s' * (shots != 1)}: {references}."
         )
-
-
-def _items(labels: xr.Dataset, groups: np.ndarray) -> Estimate:
-    """How many different items there are in groups of segments: (segment, ...) -> (...)."""
-    _, item = np.unique(labels["label_item"].values, return_inverse=True)
-    present = np.zeros((item.max(initial=-1) + 1, *groups.shape[1:]), dtype=bool)
-    np.logical_or.at(present, item, groups)
-    return exact(present.sum(0))
 
 
 def _spread(values: np.ndarray) -> np.ndarray:

@@ -23,9 +23,9 @@ from smeltscope import activations
 from smeltscope.activations import RunWriter, Variable
 from smeltscope.activations.hdf5 import errors_named
 from smeltscope.errors import SmeltscopeError
-from smeltscope.probes.labels import executions_of_pairs, over_documents
+from smeltscope.probes.labels import executions_of_pairs
 from smeltscope.probes.probe import ModelShape, Probe, group_name
-from smeltscope.probes.prompts import by_item
+from smeltscope.probes.prompts import by_item, count_items
 from smeltscope.probes.runner import OnProgress, RunOptions, model_shape, schema_of
 from smeltscope.probes.statistics import Estimate, Quantities, Resampling, exact, quantities
 from smeltscope.tasks import HeldOut, pad_batch, plan_batches
@@ -115,7 +115,7 @@ class DyckState(Probe):
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
         """Over (execution, state): `accuracy` and that of the control task `control`, `selectivity`, accuracy minus control.
         Over (state): `accuracy_mean` and `control_mean`, their means over executions; `majority`, `token`, what needs no
-        probe, and `tokens`.
+        probe, how many `tokens` there are, and of how many `items`.
 
         Over (looped_layer, visit_pair, state): `change`, accuracy at the later visit minus the earlier one, paired by
         token; `control_change`, the same of the control task; `gained`, `lost`, the shares of tokens that `change` is
@@ -148,6 +148,7 @@ class DyckState(Probe):
                     "majority": share("majority_right"),
                     "token": share("token_right"),
                     "tokens": exact(np.nansum(tokens, axis=0)),
+                    "items": count_items(run["segments"].dataset, tokens > 0),
                 },
             ),
         }
@@ -224,7 +225,9 @@ def sentence(summary: xr.Dataset) -> str:
         if looped
         else "after the last execution; no layer is visited twice, so there are no visits to compare"
     )
-    return f"Read by linear probes, {over_documents(summary)}, {where}: {'; '.join(map(told, read))}.{none}"
+    items = int(summary["items"].max())
+    over = f"over {items} item{'s' * (items != 1)} that they were not fitted on"
+    return f"Read by linear probes, {over}, {where}: {'; '.join(map(told, read))}.{none}"
 
 
 def measure_state(

@@ -15,7 +15,13 @@ from smeltscope.errors import SmeltscopeError
 from smeltscope.probes.probe import PromptBatch
 from smeltscope.probes.regions import PromptRegions
 from smeltscope.probes.sampling import Sample
-from smeltscope.probes.statistics import Documents, Resampling, bootstrap_weights
+from smeltscope.probes.statistics import (
+    Documents,
+    Estimate,
+    Resampling,
+    bootstrap_weights,
+    exact,
+)
 from smeltscope.tasks import Prompts
 from smeltscope.tasks.dyck import read_template
 
@@ -81,6 +87,14 @@ def by_item(run: xr.DataTree, resampling: Resampling) -> Resampling:
     documents = Documents.from_labels(names, strata)
     weights = bootstrap_weights(documents, draws=len(resampling.weights), seed=resampling.seed)
     return Resampling(documents=documents, weights=weights, seed=resampling.seed)
+
+
+def count_items(labels: xr.Dataset, groups: np.ndarray) -> Estimate:
+    """How many different items there are in groups of segments: (segment, ...) -> (...)."""
+    _, item = np.unique(labels["label_item"].values, return_inverse=True)
+    present = np.zeros((item.max(initial=-1) + 1, *groups.shape[1:]), dtype=bool)
+    np.logical_or.at(present, item, groups)
+    return exact(present.sum(0))
 
 
 def rows_of_targets(targets: Sample) -> Sample:

@@ -431,7 +431,7 @@ def test_one_visit_has_nothing_to_compare(run_of, small):
     summary = summarize(run_of(small("baseline"), some_prompts(20)), PROBE, draws=50)
     assert "change" not in summary and np.isfinite(summary["accuracy"]).all()
     text = PROBE.sentence(summary)
-    assert "no layer is visited twice" in text and "over 20 documents" in text and "nan" not in text
+    assert "no layer is visited twice" in text and "over 20 items" in text and "nan" not in text
 
 
 def test_another_family_is_read_too(run_of, make_checkpoint):
