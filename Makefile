@@ -6,7 +6,9 @@ RUNS := runs
 DEMO_TOKENS ?= 50k
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint browser bench clean
+.PHONY: help demo test suite lint browser bench clean
+# Of `test`: the browser comes while pip works, types are checked while tests run.
+MAKEFLAGS += --jobs=2
 
 help:
 	@echo "make demo   install into .venv, probe the shipped pair, leave a report to open"
@@ -23,7 +25,9 @@ demo: $(VENV)/.installed
 	    --out $(RUNS)/report.html
 	@echo "Open $(RUNS)/report.html, or run: $(BIN)/probe view $(RUNS)/smelt-tiny.h5 $(RUNS)/baseline-tiny.h5 $(RUNS)/dyck.h5"
 
-test: $(VENV)/.installed-test browser lint
+test: lint suite
+
+suite: $(VENV)/.installed-test browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(VENV)/.installed-test
@@ -51,9 +55,9 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info
