@@ -56,10 +56,15 @@ class Prompt:
 class Live:
     """One checkpoint in memory, and the prompts that ran on it last. One prompt runs at a time.
 
-    `load` gives the checkpoint of a run by the run's number; asked for another run's, the one in memory is let go first.
+    `load` gives the checkpoint of a run by the run's number, `template` the layout of its prompts; asked for another run's
+    checkpoint, the one in memory is let go first.
     """
 
-    def __init__(self, load: Callable[[int], Checkpoint], template: str = "bigbench") -> None:
+    def __init__(
+        self,
+        load: Callable[[int], Checkpoint],
+        template: Callable[[int], dyck.Template] = lambda _: dyck.TEMPLATES["bigbench"],
+    ) -> None:
         self._load = load
         self._template = template
         self._lock = threading.Lock()
@@ -92,7 +97,7 @@ class Live:
             reveal="both" if usual else pairs,
         )
         with self._lock:
-            layout = layout_of(self._checkpoint(run), self._template)
+            layout = layout_of(self._checkpoint(run), self._template(run))
         made = dyck.make_prompts(sets, shots=[shots], seed=seed, **layout)
         assert made.prompts is not None
         first = int(made.start_token is not None)
@@ -104,7 +109,7 @@ class Live:
         """A typed prompt, and the name under which `example` finds it again."""
         with self._lock:
             checkpoint = self._checkpoint(run)
-            heldout = dyck.parse_prompt(text, **layout_of(checkpoint, self._template))
+            heldout = dyck.parse_prompt(text, **layout_of(checkpoint, self._template(run)))
             return self._run(run, checkpoint, _prompt_of(heldout), zeroed)
 
     def run_again(
@@ -113,7 +118,7 @@ class Live:
         """A stored example. Raises `SmeltscopeError` where the checkpoint reads its text as other tokens."""
         with self._lock:
             checkpoint = self._checkpoint(run)
-            layout = layout_of(checkpoint, self._template)
+            layout = layout_of(checkpoint, self._template(run))
             prompt = _prompt_again(example, layout["tokenizer"], layout["vocab_size"])
             return self._run(run, checkpoint, prompt, zeroed)
 

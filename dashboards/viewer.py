@@ -34,6 +34,7 @@ from smeltscope.dashboards.examples import (
 from smeltscope.errors import SmeltscopeError
 from smeltscope.probes import summarize
 from smeltscope.probes.dyck_heads import DyckHeads, dyck_head_of
+from smeltscope.tasks import dyck
 
 if TYPE_CHECKING:
     from smeltscope.dashboards.live import Live
@@ -71,6 +72,12 @@ def describe_run(run: xr.DataTree, name: str | None = None) -> dict[str, Any]:
     }
 
 
+def template_of(run: xr.DataTree) -> dyck.Template:
+    """The layout of a run's prompts; BIG-bench's for a run that says none."""
+    recorded = attributes_of(run).get("template")
+    return dyck.Template(**recorded) if recorded else dyck.TEMPLATES["bigbench"]
+
+
 def ablation_of(run: xr.DataTree) -> dict[str, Any] | None:
     """The Dyck head and the rise of perplexity by layer and head on the half it was not chosen on; None where no head was searched."""
     if "dyck_heads" not in run.children:
@@ -97,7 +104,6 @@ def add_viewer_routes(
     load: Callable[[int], "Checkpoint"] | None = None,
     *,
     names: Sequence[str] | None = None,
-    template: str = "bigbench",
     base: str = "/viewer",
 ) -> None:
     """Routes under `base` that serve `runs` to viewer.js, and prompts run live.
@@ -125,7 +131,7 @@ def add_viewer_routes(
 
         if load is None:
             raise SmeltscopeError("No checkpoint was given, so no prompt can be run.")
-        return Live(load, template)
+        return Live(load, lambda number: template_of(_run(runs, number)))
 
     def example_of(key: str) -> Example:
         parts = re.fullmatch(r"stored/(\d+)/(\d+)|live/(\w+)", key)

@@ -23,13 +23,13 @@ from smeltscope.probes.statistics import (
     exact,
 )
 from smeltscope.tasks import Prompts
-from smeltscope.tasks.dyck import read_template
+from smeltscope.tasks.dyck import Template, read_template
 
 if TYPE_CHECKING:
     from smeltscope.model import Checkpoint
 
 
-def layout_of(checkpoint: Checkpoint, template: str | Path) -> dict[str, Any]:
+def layout_of(checkpoint: Checkpoint, template: str | Path | Template) -> dict[str, Any]:
     """What prompts need to know of a checkpoint and a template, as `make_prompts` and `parse_prompt` take it.
 
     Raises `SmeltscopeError` for a checkpoint without a tokenizer.

@@ -506,6 +506,7 @@ def schema_of(
             "heads": {"query": shape.heads, "key_value": shape.kv_heads},
             "experts": {"all": shape.experts, "per_token": shape.experts_per_token},
             "data_notes": list(heldout.notes),
+            "template": dict(heldout.prompts.template) if heldout.prompts else {},
             "data_dropped": dict(heldout.dropped),
             "packages": {"smeltscope": __version__} | {n: version(n) for n in _RECORDED_PACKAGES},
             "python": platform.python_version(),

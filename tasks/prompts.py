@@ -1,6 +1,7 @@
 """Segments that are prompts: what is known of their tokens, and the answer that each is to get."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,3 +23,4 @@ class Prompts:
     labels: dict[str, np.ndarray]  # (segments,), kept in the run file
     vocabulary: list[str]  # the text of each token id
     stop: str  # what ends an answer
+    template: Mapping[str, str | bool] = field(default_factory=dict)  # the text around them

@@ -5,7 +5,7 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -287,6 +287,7 @@ def _gather(
         labels={name: np.array([labels[name] for labels in rows]) for name in rows[0]},
         vocabulary=reader.vocabulary,
         stop=STOP,
+        template=asdict(template),
     )
     return _heldout([s.ids for s in segments], infos, prompts, reader.start, notes)
 

@@ -53,8 +53,10 @@ TEMPLATES = {
 }
 
 
-def read_template(source: str | Path) -> Template:
+def read_template(source: str | Path | Template) -> Template:
     """A built-in template by its name, or one from a TOML file with the fields of `Template` but the name."""
+    if isinstance(source, Template):
+        return source
     if source in TEMPLATES:
         return TEMPLATES[str(source)]
     path = Path(source)

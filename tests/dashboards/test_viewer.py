@@ -6,6 +6,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -385,6 +386,28 @@ def test_only_this_page_may_ask(server: flask.Flask) -> None:
     assert status(json=None, data=json.dumps(given), content_type="text/plain") == 415
     assert status(json=given | {"text": "x" * 2**18}) == 413
     assert client.get("/viewer/live").status_code in (403, 404, 405)
+
+
+def test_prompts_have_the_layout_of_the_run(run: xr.DataTree, checkpoint: Checkpoint) -> None:
+    """What is drawn in the run's layout runs, words of another one are refused."""
+    assert viewer.template_of(run) == dyck.Template(name="short")
+    assert viewer.template_of(xr.DataTree()) == dyck.TEMPLATES["bigbench"]
+    own = dyck.Template(name="own", shot="In {input} so {answer}")
+    other = run.copy()
+    other.attrs["template"] = json.dumps(asdict(own))
+    server = flask.Flask(__name__)
+    viewer.add_viewer_routes(server, [run, other], lambda _: checkpoint)
+
+    def post(path: str, **given: Any) -> dict[str, Any]:
+        found: dict[str, Any] = server.test_client().post(f"/viewer/{path}", json=given).json
+        return found
+
+    texts = [post("draw", run=i, shots=1, seed=0, types=2, pairs="usual")["text"] for i in (0, 1)]
+    assert [text.count("Output:") for text in texts] == [2, 0]
+    assert [text.count(" so") for text in texts] == [0, 2]
+    for i, text in enumerate(texts):
+        assert "error" not in post("live", run=i, text=text)
+        assert "does not end in" in post("live", run=1 - i, text=text)["error"]
 
 
 def test_without_a_checkpoint(run: xr.DataTree) -> None:
