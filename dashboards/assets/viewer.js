@@ -240,19 +240,22 @@
   const CHOICES = { dir: ["from", "to"], scale: ["linear", "sqrt", "log"], sort: ["bos", "ablation", "position"] };
   const NUMBERS = ["run", "ex", "layer", "head", "q"];
 
+  /** The state that the address names, and what of it stands for nothing. */
   function readState() {
-    const query = new URLSearchParams(location.search), state = { ...DEFAULTS };
+    const query = new URLSearchParams(location.search), state = { ...DEFAULTS }, unmet = [];
     for (const name of Object.keys(DEFAULTS)) {
       const text = query.get(name);
       if (text === null) continue;
       if (NUMBERS.includes(name)) {
         if (/^\d{1,6}$/.test(text)) state[name] = Number(text);
+        else unmet.push(`${name} ${text}`);
       } else if (name in CHOICES) {
         if (CHOICES[name].includes(text)) state[name] = text;
+        else unmet.push(`${name} ${text}`);
       } else if (name === "mask") state.mask = text === "1";
       else state[name] = text;
     }
-    return state;
+    return { state, unmet };
   }
 
   /** The page's address with this state; what others keep in the query stays. */
@@ -1139,7 +1142,7 @@
 
   class Viewer {
     constructor(element, source) {
-      Object.assign(this, { element, source, state: readState(), hover: null, generation: 0 });
+      Object.assign(this, { element, source, ...readState(), hover: null, generation: 0 });
       this.composer = new Composer(this);
       this.answer = new Answer(this);
       this.heads = new HeadList(this);
@@ -1157,7 +1160,7 @@
     build() {
       const { composer, answer, heads, zero, tools, strips, text, masses, map } = this;
       const action = (label, title, onclick) => h("button", { type: "button", title, onclick }, label);
-      this.runSelect = h("select", { "aria-label": "Run", onchange: () => this.choose({ run: Number(this.runSelect.value), ex: 0, prompt: null, zero: "", layer: null, head: null, q: null }) });
+      this.runSelect = h("select", { "aria-label": "Run", onchange: () => this.choose({ run: Number(this.runSelect.value), ex: 0, prompt: null, zero: "", layer: null, head: null, visit: null, q: null }) });
       this.exampleSelect = h("select", { "aria-label": "Example", onchange: () => this.choose({ ex: Number(this.exampleSelect.value), prompt: null, zero: "", q: null }) });
       this.runLabel = labelled("Run", this.runSelect);
       this.title = h("h2", { class: "sv-title" });
@@ -1209,19 +1212,16 @@
     /** Show what `state` names: a stored example or a prompt, and what is zeroed in it. */
     async open() {
       const generation = ++this.generation, { state, source } = this, { examples } = this.runs[state.run];
-      const unmet = []; // what the address asks for and is not there
+      const unmet = this.unmet; // what the address asks for and is not there
+      this.unmet = [];
       if (state.prompt === null && state.ex >= examples.length) {
         if (examples.length) unmet.push(`example ${state.ex}`);
         state.ex = 0;
       }
       this.renderExamples(examples);
-      if (this.runs[state.run].trouble) {
-        this.body.hidden = true;
-        return this.tell(this.runs[state.run].trouble);
-      }
+      if (this.runs[state.run].trouble) return this.showNothing(this.runs[state.run].trouble);
       if (state.prompt === null && !examples.length) {
-        this.body.hidden = true;
-        return this.tell(this.live ? "This run holds no examples; draw a prompt or type one under Prompt\u2026" : "This run holds no examples.");
+        return this.showNothing(this.live ? "This run holds no examples; draw a prompt or type one under Prompt\u2026" : "This run holds no examples.");
       }
       this.root.setAttribute("aria-busy", "true");
       try {
@@ -1233,7 +1233,7 @@
         Object.assign(this, { view: new View(found.view, source), before: found.before, rows: null });
         if (found.other_checkpoint) this.tell("The checkpoint that ran is not the one that the run was made with: these numbers are of another model.");
         if (!stored && this.composer.text.value === "") this.composer.text.value = state.prompt;
-        this.body.hidden = false;
+        this.body.hidden = this.answer.element.hidden = false;
         this.readStyle();
         unmet.push(...this.checkState());
         if (unmet.length) this.tell(`There is no ${unmet.join(", no ")} here; something else is shown instead.`);
@@ -1242,8 +1242,13 @@
         this.text.fill();
         await this.showHead();
       } catch (error) {
-        if (error instanceof Failure && generation === this.generation && this.opened) { // what was shown before still is
-          Object.assign(state, this.opened);
+        if (error instanceof Failure && generation === this.generation) {
+          if (state.prompt !== null && this.composer.text.value === "") this.composer.text.value = state.prompt; // to be put right
+          if (this.opened) Object.assign(state, this.opened); // what was shown before still is
+          else if (state.zero && this.runs[state.run].examples.length) { // a link to what cannot be zeroed
+            Object.assign(state, { zero: "" });
+            await this.open();
+          } else this.showNothing("");
           this.renderExamples(this.runs[state.run].examples);
           this.saveState();
         }
@@ -1251,6 +1256,16 @@
       } finally {
         if (generation === this.generation) this.root.setAttribute("aria-busy", "false");
       }
+    }
+
+    /** Nothing of a prompt: neither what was there before nor its numbers. */
+    showNothing(sentence) {
+      Object.assign(this, { view: null, rows: null, patterns: null, opened: null });
+      this.heads.observer?.disconnect();
+      cancelAnimationFrame(this.frame);
+      this.body.hidden = this.answer.element.hidden = true;
+      delete this.root.dataset.shown;
+      this.tell(sentence);
     }
 
     renderExamples(examples) {
@@ -1271,6 +1286,10 @@
       if (state.head === null || state.head >= view.headsOf(state.layer)) {
         if (state.head !== null) unmet.push(`head ${state.head}`);
         state.head = 0;
+      }
+      if (state.visit !== null && !this.visits().includes(state.visit)) {
+        unmet.push(`visit ${state.visit}`);
+        state.visit = null;
       }
       if (state.q !== null && state.q >= view.length) {
         unmet.push(`token ${state.q}`);

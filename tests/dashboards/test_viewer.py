@@ -268,9 +268,9 @@ def server(run: xr.DataTree, tiny_checkpoint: Path) -> flask.Flask:
     server = flask.Flask(__name__)
     viewer.add_viewer_routes(
         server,
-        [run, run],
+        [run, run, run.drop_nodes(["dyck_patterns"])],
         lambda _: load_checkpoint(tiny_checkpoint, device="cpu"),
-        names=["a", EVIL],
+        names=["a", EVIL, "bare"],
     )
     guard(server, port=8050, token=None)
 
@@ -295,7 +295,7 @@ LOCAL = {"base_url": "http://127.0.0.1:8050"}
 def test_routes_give_the_run(server: flask.Flask, run: xr.DataTree) -> None:
     client = server.test_client()
     listed = client.get("/viewer/runs", **LOCAL).json
-    assert listed["live"] and [r["name"] for r in listed["runs"]] == ["a", EVIL]
+    assert listed["live"] and [r["name"] for r in listed["runs"]] == ["a", EVIL, "bare"]
     assert listed["runs"][0]["examples"] == viewer.viewer_examples(run)
     example = stored_example(run, 1)
     header = client.get("/viewer/stored/1/1/header", **LOCAL).json
@@ -773,6 +773,44 @@ def test_what_is_on_its_way_is_taken_away_not_what_was_there(
     execution = run["layer"].values.tolist().index(2)
     rows = run["dyck_patterns"]["row"].values[0, execution, 1].mean(0)
     np.testing.assert_allclose([float(value) for value in copied], rows[: len(copied)], atol=1e-6)
+
+
+def test_a_run_without_examples_shows_nothing_of_another(visit: Callable, address: str) -> None:
+    page = visit(address + "?layer=2&head=1")
+    runs = page.get_by_label("Run", exact=True)
+    runs.select_option("2")
+    page.get_by_text("This run holds no examples").wait_for()
+    assert page.locator(".sv-answer").is_hidden() and page.locator(".sv-body").is_hidden()
+    page.set_viewport_size({"width": 900, "height": 900})
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    for name in ("Copy TSV", "SVG", "PNG"):
+        page.get_by_role("button", name=name).click()
+    page.locator("body").press("t")
+    page.wait_for_timeout(300)
+    assert not page.evaluate("window.copied") and "layer" not in query(page)
+    runs.select_option("0")
+    shown(page)
+    assert page.locator(".sv-answer").is_visible()
+
+
+def test_links_to_what_cannot_be_run_are_no_dead_ends(browser: Any, address: str) -> None:
+    page = browser.new_page()
+    page.goto(address + "?prompt=Input:+(+[+x%0AOutput:")
+    page.get_by_text("is 'x', no bracket of").wait_for()
+    page.get_by_role("button", name="Prompt\u2026").click()
+    text = page.get_by_label("Prompt to run")
+    assert text.input_value() == "Input: ( [ x\nOutput:"
+    text.fill("Input: ( [\nOutput:")
+    text.press("Control+Enter")
+    shown(page)
+    page.goto(address + "?zero=9.9.9&ex=1")
+    shown(page)
+    assert "9" in page.locator(".sv-alert").inner_text() and "zero" not in query(page)
+    page.goto(address + "?scale=cubic&visit=7&head=first")
+    shown(page)
+    said = page.locator(".sv-alert").inner_text()
+    assert all(what in said for what in ("scale cubic", "visit 7", "head first"))
+    page.close()
 
 
 def test_help_and_roles(visit: Callable, address: str) -> None:
