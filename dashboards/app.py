@@ -23,12 +23,14 @@ import xarray as xr
 from dash import ALL, MATCH, Input, Output, State, dcc, html, no_update
 
 from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, FigureKind, choices_of
-from smeltscope.dashboards.figures.common import Theme, in_theme
+from smeltscope.dashboards.figures.common import Theme, in_theme, on_one_scale
 from smeltscope.dashboards.numbers import choices, quantities_in, table_of
 from smeltscope.dashboards.overview import HEADLINES, NOTE, TITLES, Found, headline_rows, headlines
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import add_viewer_routes
 from smeltscope.errors import SmeltscopeError
+from smeltscope.probes.compare import HEADS
+from smeltscope.probes.summary import doubt_of
 
 if TYPE_CHECKING:
     from smeltscope.model import Checkpoint
@@ -541,6 +543,7 @@ def _card(probe: str, runs: Sequence[RunFile]) -> list[Any]:
             found.append(headlines(run.summary(probe), probe))
             shown.append(run)
             parts.append(html.P([*name, run.sentence(probe)], className="sentence"))
+            parts += _doubt(run.summary(probe))
         except SmeltscopeError as error:
             parts.append(_alert(str(error)))
     return [_headline_table(shown, found), *parts] if any(found) else parts
@@ -653,7 +656,14 @@ def _diagnostic(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[An
     parts += map(_alert, troubles)
     if any(found):
         parts.append(_headline_table([run, *others], found))
+    parts += _doubt(summary)
     return parts + next(_all_figures(place, runs, scheme), [])
+
+
+def _doubt(summary: xr.Dataset) -> list[Any]:
+    """A sentence on intervals that are too narrow, where they are."""
+    doubt = doubt_of(summary)
+    return [html.P(doubt, className="note")] if doubt else []
 
 
 def _further(place: Place, runs: Sequence[RunFile], scheme: Theme) -> list[Any]:
@@ -698,8 +708,10 @@ def _figures(
         shown = [(run, other) for other in others]
     else:
         shown = [(of, None) for of in (run, *others)]
-    made = []
-    for i, (of, beside) in enumerate(shown):
+    made: list[Any] = []
+    drawn: list[dict[str, Any]] = []
+    graphs: list[Any] = []
+    for of, beside in shown:
         versions = (of.version(), beside and beside.version())
         words = of.label if beside is None else f"{of.label}, beside it {beside.label}"
         caption = [html.Figcaption(words)] if len(shown) > 1 else []
@@ -711,12 +723,15 @@ def _figures(
         if figure is None:
             continue
         graph = dcc.Graph(
-            id={"kind": "figure", "name": f"{kind.name}-{i}"},
-            figure=in_theme(figure, scheme),
+            id={"kind": "figure", "name": f"{kind.name}-{len(drawn)}"},
             config=cast(Any, PLOTLY_CONFIG),
             style={"height": figure["layout"].get("height", 450)},  # or it takes what its frame has
         )
+        drawn.append(figure)
+        graphs.append(graph)
         made.append(html.Figure([*caption, graph]))
+    for graph, figure in zip(graphs, on_one_scale(drawn), strict=True):
+        graph.figure = in_theme(figure, scheme)
     return [html.Div(made, className="figures")] if made else []
 
 
@@ -759,23 +774,28 @@ def _numbers(place: Place, quantity: str, runs: Sequence[RunFile]) -> list[Any]:
     """The tables of a quantity: of this run, or of it and each one that it is compared with."""
     run = runs[place.run]
     category = _category_of(place, run)
-    others = [runs[i] for i in place.against] if category is None else []
+    others = [runs[i] for i in place.against]
     if not others:
         return _numbers_of(run.summary(place.probe, category), quantity, place, run, "")
     parts: list[Any] = []
     for other in others:
         heading = [html.H3(f"{run.name} and {other.name}")] if len(others) > 1 else []
-        parts += [*heading, *_in_words(partial(_numbers_beside, place, quantity, run, other))]
+        make = partial(_numbers_beside, place, quantity, run, other, category)
+        parts += [*heading, *_in_words(make)]
     return parts
 
 
-def _numbers_beside(place: Place, quantity: str, run: RunFile, other: RunFile) -> list[Any]:
-    summary = run.compared(other, place.probe)
+def _numbers_beside(
+    place: Place, quantity: str, run: RunFile, other: RunFile, category: str | None
+) -> list[Any]:
+    own, summary = run.summary(place.probe, category), run.compared(other, place.probe, category)
     if quantity not in quantities_in(summary):
         note = f"; {other.name} has no {quantity.replace('_', ' ')} to compare it with"
-        return _numbers_of(run.summary(place.probe), quantity, place, run, note)
-    note = "; means over heads; each draw takes the same documents for both runs"
-    return _numbers_of(summary, quantity, place, run, note)
+        return _numbers_of(own, quantity, place, run, note)
+    averaged = {*HEADS} & {*own[quantity].dims} if quantity in own else ()
+    note = "; means over heads" * bool(averaged)
+    note += f"; each draw takes the same {own.attrs['resampled']} for both runs"
+    return _numbers_of(summary.assign_attrs(own.attrs), quantity, place, run, note)
 
 
 def _numbers_of(
@@ -788,7 +808,7 @@ def _numbers_of(
         )
     return [
         html.Div(_table(table.columns, table.rows), className="scroll", tabIndex=0),
-        html.P(f"{summary.attrs['documents']:,} documents{note}", className="note"),
+        html.P(f"{summary.attrs['drawn']:,} {summary.attrs['resampled']}{note}", className="note"),
     ]
 
 

@@ -20,11 +20,12 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from smeltscope.dashboards.figures import FIGURES, PLOTLY_CONFIG, trajectory_figure
-from smeltscope.dashboards.figures.common import DARK, layout_of
+from smeltscope.dashboards.figures.common import DARK, layout_of, on_one_scale
 from smeltscope.dashboards.overview import NOTE, TITLES, Found, headline_rows, headlines
 from smeltscope.dashboards.runs import RunFile, baseline_of, context_for, facts_table, holds_both
 from smeltscope.dashboards.viewer import viewer_fragment
 from smeltscope.errors import SmeltscopeError
+from smeltscope.probes.summary import doubt_of
 
 MOST_BYTES = 8_000_000
 VIEWER_BYTES = 2_000_000  # of prompts' attention, where there is room
@@ -191,6 +192,8 @@ def _section(name: str, runs: Sequence[RunFile], figures: list[dict[str, Any]]) 
     for run in shown:
         which = f"<strong>{escape(run.name)}:</strong> " if len(runs) > 1 else ""
         parts.append(f'<p class="sentence">{which}{escape(run.sentence(name))}</p>')
+        if doubt := doubt_of(run.summary(name)):
+            parts.append(f'<p class="note">{escape(doubt)}</p>')
     if any(found):
         table = headline_rows([run.name for run in shown], found)
         parts.append(_table(*table, kind="headlines"))
@@ -220,6 +223,7 @@ def _figures(name: str, runs: Sequence[RunFile]) -> Iterator[tuple[RunFile, dict
     baselines = {run: baseline_of(run, runs, name) for run in runs}
     for kind in FIGURES.get(name, ()):
         together = holds_both(kind)
+        drawn = []
         for run in runs:
             if together and run in baselines.values():
                 continue  # it stands in the figure of the other
@@ -228,7 +232,9 @@ def _figures(name: str, runs: Sequence[RunFile]) -> Iterator[tuple[RunFile, dict
             )
             summary = run.summary(name)
             if kind.applies(summary, **context):
-                yield run, kind.draw(summary, **context).to_plotly_json()
+                drawn.append((run, kind.draw(summary, **context).to_plotly_json()))
+        figures = on_one_scale([figure for _, figure in drawn])
+        yield from zip([run for run, _ in drawn], figures, strict=True)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

@@ -187,16 +187,19 @@ class RunFile:
             return xr.DataTree()
         return self._once(("prompts",), make)
 
-    def compared(self, other: "RunFile", name: str) -> xr.Dataset:
+    def compared(self, other: "RunFile", name: str, category: str | None = None) -> xr.Dataset:
         """This run minus another one, paired by document, means over heads; refused where their data differ."""
 
         def make() -> xr.Dataset:
             trees = other.tree(name), self.tree(name)
+            if category is not None:
+                inside = groups_of(self.root(), "category")[category]
+                trees = restricted(trees[0], inside), restricted(trees[1], inside)
             probes = other.probe(name), self.probe(name)
             with _WORKING:
                 return compare(*trees, *probes, mean_over=HEADS, seed=self._seed)
 
-        return self._once(("compared", other.given, other.version(), name), make)
+        return self._once(("compared", other.given, other.version(), name, category), make)
 
     def sentence(self, name: str) -> str:
         """What a probe found, in a few sentences."""

@@ -14,7 +14,7 @@ from torch.linalg import vecdot, vector_norm
 from torch.nn.functional import pad
 
 from smeltscope.activations import Variable
-from smeltscope.probes.labels import executions_of_pairs, over_documents
+from smeltscope.probes.labels import executions_of_pairs, looped_by_visit, over_documents
 from smeltscope.probes.positions import position_bins, position_edges
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.regions import Regions
@@ -242,7 +242,8 @@ class AttentionSink(Probe):
         `sink_mass`; `change`; `region_mass` and `region_change` (with region); `entropy`, `relative_entropy`;
         `first_share`; `nearby_mass` (keys 1 to 4 together), `heaviest_mass`, `heaviest_is_first` (share of segments),
         `sink_rate`, `learned_sink_mass`. Over (execution, kv_head): `first_key_norm`, `first_value_norm`. Over
-        (execution, position): `sink_mass_by_position` (mean over heads) and `uniform_by_position`.
+        (execution, position): `sink_mass_by_position` (mean over heads) and `uniform_by_position`; over (position), the mean
+        of the first over looped layers at a visit (over all layers where none is looped): `sink_mass_by_position_visit_1`, ...
         """
         data = run["attention_sink"].dataset
         queries, sampled = data["queries"].values, data["sampled_queries"].values
@@ -329,6 +330,13 @@ class AttentionSink(Probe):
             **quantities(("execution", "head", "region"), by_head_and_region),
             **quantities(("execution", "kv_head"), by_kv_head),
             **quantities(("execution", "position"), by_bin),
+            **quantities(
+                ("position",),
+                {
+                    f"sink_mass_by_position_visit_{visit}": by_position[rows].mean(0)
+                    for visit, rows in looped_by_visit(data).items()
+                },
+            ),
         }
 
     def sentence(self, summary: xr.Dataset) -> str:

@@ -101,13 +101,15 @@ def averaged(quantities: Quantities, over: Collection[str] = HEADS) -> Quantitie
     for name, quantity in quantities.items():
         kept = [axis for axis, dim in enumerate(quantity.dims) if dim not in over]
         gone = [axis for axis, dim in enumerate(quantity.dims) if dim in over]
+        if not gone:
+            found[name] = quantity
+            continue
         estimate = quantity.estimate
-        if gone:
-            value, draws = estimate.value, np.moveaxis(estimate.draws, 0, -1)  # (..., draw)
-            shape = [value.shape[axis] for axis in kept]
-            value = value.transpose(kept + gone).reshape(*shape, -1)
-            draws = draws.transpose(kept + gone + [-1]).reshape(*value.shape, -1)
-            estimate = Estimate(value=value, draws=np.moveaxis(draws, -1, 0)).mean()
+        value, draws = estimate.value, np.moveaxis(estimate.draws, 0, -1)  # (..., draw)
+        shape = [value.shape[axis] for axis in kept]
+        value = value.transpose(kept + gone).reshape(*shape, -1)
+        draws = draws.transpose(kept + gone + [-1]).reshape(*value.shape, -1)
+        estimate = Estimate(value=value, draws=np.moveaxis(draws, -1, 0)).mean()
         dims = tuple(quantity.dims[axis] for axis in kept)
         found[name] = Quantity(dims=dims, estimate=estimate, family=quantity.family)
     return found

@@ -323,12 +323,13 @@ def sentence(summary: xr.Dataset) -> str:
         f"{shown('dyck_head_rise', '+.3g', ablated_visits=v)} at visit {v} alone" for v in visits
     )
     guessed = {name: float(summary[f"perplexity_{name}"][1]) for name in GUESSES}
-    low = summary["dyck_head_rise_low"][0]
-    doubt = (
-        ""
-        if low.isnull() or low > 0
-        else " The other half does not confirm the choice: the interval holds 0."
-    )
+    low, high = (float(summary[f"dyck_head_rise_{end}"][0]) for end in ("low", "high"))
+    doubt = ""
+    if low <= 0:  # NaN, where there is none, is not
+        why = (
+            "ablating the head lowers the perplexity there" if high < 0 else "the interval holds 0"
+        )
+        doubt = f" The other half does not confirm the choice: {why}."
     groups = ""
     # else they are the heads
     if "dyck_group" in summary and summary["group_number"] < summary["head_number"]:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from smeltscope.activations import Variable
 from smeltscope.probes.dyck_heads import dyck_head, dyck_head_of
-from smeltscope.probes.labels import executions_of_pairs
+from smeltscope.probes.labels import executions_of_pairs, looped_by_visit
 from smeltscope.probes.probe import Batch, ModelShape, Probe
 from smeltscope.probes.prompts import by_item
 from smeltscope.probes.rows import Rows, check_rows
@@ -280,17 +280,6 @@ def _parts(values: xr.Dataset, end: str) -> str:
         interval = f" [{low:+.3f}, {high:+.3f}]" if np.isfinite(low) else ""
         shown.append(f"{value:+.3f}{interval}")
     return f"{shown[0]}, of it {shown[1]} release and {shown[2]} retarget"
-
-
-def looped_by_visit(data: xr.Dataset) -> dict[int, np.ndarray]:
-    """The executions at each visit of layers that run more than once, of all layers where none does: {visit: (n,)}."""
-    layers, visits = data["layer"].values, data["visit"].values
-    later = visits > 1
-    inside = np.isin(layers, layers[later]) if later.any() else np.ones(len(layers), dtype=bool)
-    return {
-        int(visit): np.flatnonzero(inside & (visits == visit))
-        for visit in np.unique(visits[inside])
-    }
 
 
 def measure_map(rows: Sequence[Rows], attention: Attention, batch: Batch) -> dict[str, Tensor]:

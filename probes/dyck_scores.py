@@ -147,7 +147,8 @@ class DyckScores(Probe):
         }
 
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
-        """Over the prompts of kind `scored`; intervals from drawing items again, each with all its shots and seeds.
+        """Over the prompts of kind `scored`; intervals from drawing items again, each with all its shots and seeds, and by Clopper
+        and Pearson for shares of exactly 0 or 1, of which all draws are alike.
 
         Over (shots): `all_right`, `exact`, the shares of prompts answered right; `symbol_accuracy`; `token_loss` and
         `answer_loss`, nats for each token and each answer; the references `bayes_nothing`, `bayes_query`, `bayes_inputs`,
@@ -217,10 +218,13 @@ class DyckScores(Probe):
         readable = {f"{name}_by_readable": mean(name, by_readable) for name in parted}
         asked = scored.any(0)[:, None]  # numbers of shots that only nested prompts have are not
         readable["items_by_readable"] = count_items(labels, by_readable).where(asked)
+        asked_items = dict.fromkeys((*rights, "symbol_accuracy"), by_shots["items"])
+        of_seed_items = dict.fromkeys(seeds, count_items(labels, by_seed))
+        readable_items = {f"{name}_by_readable": readable["items_by_readable"] for name in rights}
         return {
-            **quantities(("shots",), by_shots),
-            **quantities(("shots", "prompt_seed"), seeds),
-            **quantities(("shots", "readable"), readable),
+            **quantities(("shots",), by_shots, trials=asked_items),
+            **quantities(("shots", "prompt_seed"), seeds, trials=of_seed_items),
+            **quantities(("shots", "readable"), readable, trials=readable_items),
         }
 
     def sentence(self, summary: xr.Dataset) -> str:

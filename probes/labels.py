@@ -24,3 +24,14 @@ def executions_of_pairs(data: xr.Dataset) -> np.ndarray:
             for layer in data["looped_layer"].values
         ]
     )
+
+
+def looped_by_visit(data: xr.Dataset) -> dict[int, np.ndarray]:
+    """The executions at each visit of layers that run more than once, of all layers where none does: {visit: (n,)}."""
+    layers, visits = data["layer"].values, data["visit"].values
+    later = visits > 1
+    inside = np.isin(layers, layers[later]) if later.any() else np.ones(len(layers), dtype=bool)
+    return {
+        int(visit): np.flatnonzero(inside & (visits == visit))
+        for visit in np.unique(visits[inside])
+    }

@@ -145,7 +145,7 @@ REPORTED = (
             probe="dyck-scores",
             quantity="exact",
             at={"shots": shots},
-            what=f"prompts answered exactly, {shots} shots",
+            what=f"prompts answered exactly, {shots} shots (here: of this run's items)",
             says=f"{says} of BIG-bench's items",
         )
         for shots, says in ((0, "about 0 %"), (32, "29.8 % (its Baseline 26.4 %)"))

@@ -130,22 +130,52 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """An estimate with the names of its axes. `family`: its entries are judged together, so it has simultaneous intervals."""
+    """An estimate with the names of its axes. `family`: its entries are judged together, so it has simultaneous intervals.
+
+    `trials`: of a share, out of how many things that are drawn, for where they are all alike (see `interval`).
+    """
 
     dims: tuple[str, ...]
     estimate: Estimate
     family: bool = False
+    trials: np.ndarray | None = None
+
+    def interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """That of the estimate, and of a share of 0 or 1 one that is not without width."""
+        low, high = self.estimate.interval()
+        return (low, high) if self.trials is None else self._of_share(low, high, self.trials)
+
+    def _of_share(
+        self, low: np.ndarray, high: np.ndarray, trials: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws of things that are all alike are alike too, whatever the things that were not drawn are. Of n things Clopper and
+        Pearson's interval then ends at tail^(1 / n), with tail = 2.5 %."""
+        value, known = self.estimate.value, np.isfinite(low)
+        with np.errstate(divide="ignore"):
+            end = ((1 - LEVEL) / 2) ** (1 / np.asarray(trials, dtype=np.float64))
+        high = np.where(known & (value == 0), 1 - end, high)
+        low = np.where(known & (value == 1), end, low)
+        return low, high
 
 
 Quantities = Mapping[str, Quantity]
 
 
 def quantities(
-    dims: tuple[str, ...], estimates: Mapping[str, Estimate], family: Container[str] = ()
+    dims: tuple[str, ...],
+    estimates: Mapping[str, Estimate],
+    family: Container[str] = (),
+    trials: Mapping[str, Estimate] | None = None,
 ) -> Quantities:
-    """Estimates of the same dimensions, by name; those named in `family` get simultaneous intervals."""
+    """Estimates of the same dimensions, by name; those named in `family` get simultaneous intervals, those in `trials` are
+    shares of so many things."""
     return {
-        name: Quantity(dims=dims, estimate=estimate, family=name in family)
+        name: Quantity(
+            dims=dims,
+            estimate=estimate,
+            family=name in family,
+            trials=trials[name].value if trials and name in trials else None,
+        )
         for name, estimate in estimates.items()
     }
 

@@ -10,6 +10,8 @@ from smeltscope.probes.probe import Probe, group_name
 from smeltscope.probes.prompts import by_item
 from smeltscope.probes.statistics import DRAWS, Quantities, Resampling
 
+FEWEST = 6  # documents of a category: of fewer, intervals are too narrow by more than a tenth
+
 
 def summarize(run: xr.DataTree, probe: Probe, *, draws: int = DRAWS, seed: int = 0) -> xr.Dataset:
     """Everything that `probe` estimates from a run, with 95 % intervals from resampling its documents.
@@ -36,7 +38,8 @@ def summary_of(
 ) -> xr.Dataset:
     """Quantities as a dataset that says what they were made from.
 
-    `fewest`: how many documents (or items, where these are drawn) the smallest category (kind and half of the prompts) has.
+    `drawn`: how many documents (or items, where these are drawn) there are; `fewest`: how many of them the smallest category
+    (kind and half of the prompts) has.
     """
     segments = run["segments"].dataset
     documents = drawn = Resampling.of_run(run, draws=0)
@@ -45,6 +48,7 @@ def summary_of(
     return dataset_of(quantities, run).assign_attrs(
         probe=probe.name,
         resampled=probe.resampled,
+        drawn=len(drawn.documents),
         fewest=drawn.documents.fewest,
         segments=len(segments["document"]),
         documents=len(documents.documents),
@@ -54,12 +58,22 @@ def summary_of(
     )
 
 
+def doubt_of(summary: xr.Dataset) -> str:
+    """What to say of intervals that were drawn from too few documents; nothing where they were not, or there are none."""
+    over, fewest = summary.attrs["resampled"], summary.attrs["fewest"]
+    lows = [low for name, low in summary.data_vars.items() if str(name).endswith("_low")]
+    if fewest >= FEWEST or not any(bool(low.notnull().any()) for low in lows):
+        return ""
+    over = over.removesuffix("s") if fewest == 1 else over
+    return f"Intervals are too narrow: drawn from as few as {fewest} {over} of one kind."
+
+
 def dataset_of(quantities: Quantities, run: xr.DataTree) -> xr.Dataset:
     """Quantities as a dataset, labelled as in the run; a dimension of no stored array is counted from 0."""
     arrays: dict[str, Any] = {}
     for name, quantity in quantities.items():
         dims, estimate = quantity.dims, quantity.estimate
-        low, high = estimate.interval()
+        low, high = quantity.interval()
         arrays |= {name: (dims, estimate.value)}
         arrays |= {f"{name}_low": (dims, low), f"{name}_high": (dims, high)}
         if quantity.family:

@@ -189,14 +189,15 @@ def sink_by_position(summary: xr.Dataset, *, layer: int | None = None) -> go.Fig
     labels = position_labels(positions)[shown]
     x = np.arange(len(labels))
     for visit in np.unique(visits[rows]):
-        part = measured(summary, "sink_mass_by_position").isel(
-            execution=rows & (visits == visit), position=shown
-        )
+        if layer is None:
+            part = measured(summary, f"sink_mass_by_position_visit_{visit}")
+        else:
+            of_layer = int(np.flatnonzero(rows & (visits == visit))[0])
+            part = measured(summary, "sink_mass_by_position").isel(execution=of_layer)
         figure.add_trace(
             points(
                 x,
-                # a mean over layers has no interval here: layers rest on the same documents
-                part.isel(execution=0) if layer is not None else _mean_over(part, "execution"),
+                part.isel(position=shown),
                 where=[f"queries {at}" for at in labels],
                 name=f"visit {visit}",
                 colour=visit_colour(int(visit)),

@@ -84,6 +84,24 @@ def has_values(summary: xr.Dataset, name: str) -> bool:
     return name in summary and bool(np.isfinite(summary[name].values).any())
 
 
+def on_one_scale(figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of figures of one kind, as plotly.js takes them, in which a colour stands for the same value."""
+    layouts = [figure["layout"] for figure in figures]
+    ends: dict[str, list[float]] = {}
+    for layout in layouts:
+        for name, axis in layout.items():
+            if name.startswith("coloraxis") and axis.get("showscale", True) and "cmax" in axis:
+                low, high = ends.get(name, (axis["cmin"], axis["cmax"]))
+                ends[name] = [min(low, axis["cmin"]), max(high, axis["cmax"])]
+    return [
+        {**figure, "layout": {**layout, **{
+            name: {**layout[name], "cmin": low, "cmax": high}
+            for name, (low, high) in ends.items() if name in layout
+        }}}
+        for figure, layout in zip(figures, layouts, strict=True)
+    ]  # fmt: skip
+
+
 def themed(figure: go.Figure, theme: Theme) -> go.Figure:
     """A copy of the figure in light or dark colours: Plotly does not follow the page that it stands on."""
     return go.Figure(in_theme(figure.to_dict(), theme))

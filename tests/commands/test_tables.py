@@ -55,7 +55,7 @@ def printed(summary: xr.Dataset, brief: bool = False) -> list[str]:
 @pytest.mark.parametrize("fewest", [3, 30])
 def test_intervals_from_few_are_said_to_be_too_narrow(fewest: int) -> None:
     summary = summary_of(sink_mass=(("execution",), np.full(6, 0.1))).assign_attrs(fewest=fewest)
-    told = "They are too narrow: drawn from as few as 3 documents of one kind."
+    told = "Intervals are too narrow: drawn from as few as 3 documents of one kind."
     assert (told in printed(summary)) == (fewest == 3)
 
 

@@ -41,6 +41,10 @@ def summary_of(
         "sink_mass_by_position": (("execution", "position"), uniform * 2),
         "uniform_by_position": (("execution", "position"), uniform),
     }
+    looped = np.isin(layer, layer[visit > 1]) | (visits == 1)
+    for number in range(1, visits + 1):
+        of_visit = uniform[looped & (visit == number)] * 2
+        values[f"sink_mass_by_position_visit_{number}"] = (("position",), of_visit.mean(0))
     margin = 0.01 if intervals else np.nan
     arrays = {}
     for name, (dims, numbers) in values.items():

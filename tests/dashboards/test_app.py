@@ -21,8 +21,9 @@ import smeltscope
 from smeltscope.activations import open_run
 from smeltscope.commands.pages import checkpoint_of_run, distinct_names, run_files_of
 from smeltscope.dashboards.app import NO_RUN, Place, address_of, make_app, place_of, unmet_of
+from smeltscope.dashboards.figures.common import on_one_scale
 from smeltscope.dashboards.numbers import quantities_in, table_of
-from smeltscope.dashboards.overview import headline_rows, headlines, number, with_interval
+from smeltscope.dashboards.overview import Found, headline_rows, headlines, number, with_interval
 from smeltscope.dashboards.report import write_report
 from smeltscope.dashboards.runs import RunFile, baseline_of
 from smeltscope.dashboards.server import bind, guard, is_local
@@ -442,7 +443,11 @@ def test_numbers_of_two_runs(runs: list[RunFile]) -> None:
 
 def test_means_over_executions_have_an_interval(runs: list[RunFile]) -> None:
     summary = runs[0].summary("attention-sink")
-    mass = [found for found in headlines(summary, "attention-sink") if found.what == "sink mass"]
+    mass = [
+        found
+        for found in headlines(summary, "attention-sink")
+        if found.what.startswith("sink mass, mean")
+    ]
     assert len(mass) == 1 and mass[0].here.count("[") == 1
     shown = float(mass[0].here.split(" [")[0])
     assert shown == pytest.approx(float(summary["sink_mass_mean"].mean()), abs=5e-4)
@@ -455,6 +460,38 @@ def test_headlines_stand_beside_the_paper(runs: list[RunFile]) -> None:
     assert columns == ["", "here", "the paper"]
     assert "2 to 3 of 8" in rows[0][-1] and "chance" in rows[0][1]
     assert headlines(runs[1].summary("router-overlap"), "router-overlap") == []
+
+
+def test_a_run_of_three_visits_has_its_first_pair_in_the_row_of_other_runs() -> None:
+    def found(*what: str) -> list[Found]:
+        return [Found(what=w, here=w) for w in what]
+
+    three = found("shared, visits 1-2", "shared, visits 1-3", "loss")
+    _, rows = headline_rows(["two", "three"], [found("shared", "loss"), three])
+    assert rows == [
+        ["shared, visits 1-2", "shared", "shared, visits 1-2", "not reported"],
+        ["loss", "loss", "loss", "not reported"],
+        ["shared, visits 1-3", "-", "shared, visits 1-3", "not reported"],
+    ]
+
+
+def test_runs_are_compared_within_a_category(runs: list[RunFile]) -> None:
+    found = runs[0].compared(runs[1], "loss", "prose")
+    for side, run in (("b", runs[0]), ("a", runs[1])):
+        own = float(run.summary("loss", "prose")["loss"])
+        assert float(found[f"loss_{side}"]) == pytest.approx(own, rel=1e-9)
+
+
+def test_figures_beside_one_another_have_one_scale() -> None:
+    figures = [
+        {"layout": {"coloraxis": {"cmin": 0, "cmax": top}, "coloraxis2": changes, "height": top}}
+        for top, changes in ((1, {"cmin": -1, "cmax": 1}), (3, {"cmin": -9, "cmax": 9, "showscale": False}))
+    ]  # fmt: skip
+    alike = [figure["layout"] for figure in on_one_scale(figures)]
+    assert [layout["coloraxis"]["cmax"] for layout in alike] == [3, 3]
+    assert [layout["coloraxis2"]["cmax"] for layout in alike] == [1, 1]
+    assert [layout["height"] for layout in alike] == [1, 3]
+    assert figures[0]["layout"]["coloraxis"]["cmax"] == 1  # they are copies
 
 
 @pytest.mark.parametrize(

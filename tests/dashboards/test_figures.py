@@ -133,9 +133,12 @@ def test_many_heads_and_layers_stay_legible(
     assert len(sink_depth_profile(summary).layout.xaxis.tickvals) <= 20
 
 
-def test_positions_of_one_layer_have_intervals(make_summary: Summaries) -> None:
+def test_positions_have_intervals(make_summary: Summaries) -> None:
     summary = make_summary(6, 4, 2)
-    assert sink_by_position(summary).data[0].error_y.array is None
+    of_all = sink_by_position(summary).data[1]
+    mean = summary["sink_mass_by_position"].values[5:8, 1:].mean(0)  # visit 2 of layers 2 to 4
+    np.testing.assert_allclose(of_all.y, mean)
+    np.testing.assert_allclose(of_all.error_y.array, 0.01)
     trace = sink_by_position(summary, layer=3).data[1]  # its visit 2 is execution 6
     np.testing.assert_allclose(trace.y, summary["sink_mass_by_position"].values[6, 1:])
     np.testing.assert_allclose(trace.error_y.array, 0.01)

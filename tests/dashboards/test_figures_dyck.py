@@ -320,7 +320,7 @@ def test_what_stands_first_of_states_has_intervals(state: xr.Dataset) -> None:
         value = 100 * float(state["accuracy"].sel(state=name).mean())
         assert float(found.here.split(" ")[0]) == pytest.approx(value, abs=0.6)
         assert "[" in found.here and found.beside.startswith("control ")
-        assert found.beside.count("[") == 2  # the control's and the commonest class's
+        assert found.beside.count("[") == 3  # the control's, the commonest class's, the token's
 
 
 def test_numbers_of_states(state: xr.Dataset) -> None:

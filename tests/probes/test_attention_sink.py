@@ -369,6 +369,27 @@ def test_summary_like_slow_averages(run_of, make_checkpoint):
         assert float(summary[f"{by_execution}_high"].mean()) >= high - 1e-9
 
 
+def test_mass_by_position_of_all_looped_layers(run_of, make_checkpoint):
+    """The mean of their executions at the visit, entries without queries left out; of all layers without a loop."""
+    run = run_of(make_checkpoint("smelt"), [7, 40, 90])
+    summary = summarize(run, AttentionSink(), draws=50)
+    layer, visit = summary["layer"].values, summary["visit"].values
+    for number in (1, 2):
+        rows = np.isin(layer, layer[visit == 2]) & (visit == number)
+        value, low, high = (
+            summary[f"sink_mass_by_position_visit_{number}{end}"].values
+            for end in ("", "_low", "_high")
+        )
+        expected = summary["sink_mass_by_position"].values[rows]
+        np.testing.assert_allclose(value, expected.mean(0))
+        known = np.isfinite(value)
+        assert (low[known] <= value[known]).all() and (high[known] >= value[known]).all()
+    alone = summarize(run_of(make_checkpoint("llama"), [7, 40]), AttentionSink(), draws=0)
+    np.testing.assert_allclose(
+        alone["sink_mass_by_position_visit_1"], alone["sink_mass_by_position"].mean("execution")
+    )
+
+
 def test_nearby_mass_of_short_segments_counts(run_of, make_checkpoint):
     """Segments shorter than the nearby keys: no mass there is mass 0, not a missing number."""
     together, apart = (

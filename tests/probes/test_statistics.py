@@ -6,7 +6,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smeltscope.probes.statistics import Documents, Estimate, bootstrap_weights, ratio
+from smeltscope.probes.statistics import Documents, Estimate, Quantity, bootstrap_weights, ratio
 
 
 def some_documents(segments_of: list[int], category: list[str]) -> Documents:
@@ -105,6 +105,22 @@ def test_like_scipys_bootstrap():
     # Two Monte-Carlo 2.5 % quantiles of 9,999 draws differ by less than a twentieth of a standard error.
     assert abs(low - other.confidence_interval.low) < 0.1 * error
     assert abs(high - other.confidence_interval.high) < 0.1 * error
+
+
+@pytest.mark.parametrize("number", [2, 15, 60])
+def test_a_share_of_things_that_are_all_alike_has_an_interval(number):
+    """scipy's Clopper-Pearson interval at 0 and 1, the bootstrap's in between."""
+    up = np.stack([np.zeros(number), np.ones(number), np.arange(number) % 2.0], axis=1)
+    documents = some_documents([1] * number, ["a"] * number)
+    weights = bootstrap_weights(documents, draws=500, seed=0)
+    share = ratio(up, np.ones(number), documents, weights)
+    low, high = Quantity(dims=("x",), estimate=share, trials=np.full(3, number)).interval()
+    for place, right in ((0, 0), (1, number)):
+        exact = scipy.stats.binomtest(right, number).proportion_ci(method="exact")
+        np.testing.assert_allclose([low[place], high[place]], [exact.low, exact.high])
+    np.testing.assert_array_equal([low[2], high[2]], [end[2] for end in share.interval()])
+    without = Quantity(dims=("x",), estimate=share).interval()
+    np.testing.assert_array_equal(without, share.interval())
 
 
 def test_few_documents_of_a_category_make_intervals_too_narrow():

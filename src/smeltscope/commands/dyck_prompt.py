@@ -49,6 +49,7 @@ def show_prompt(
                 "targets": arrays["target"][0].tolist(),
                 "gold": arrays["gold"][0].tolist(),
                 "predicted": arrays["predicted"][0].tolist(),
+                "notes": heldout.notes,
                 "pairs": pairs or "usual",
                 "layer": layer,
                 "head": chosen,
@@ -59,6 +60,8 @@ def show_prompt(
         )
         return
     console = terminal.make_output()
+    for note in heldout.notes:
+        console.print(note, soft_wrap=True)
     if pairs:
         console.print(f"Pairs as the prompt shows them: {pairs}.")
     _print_answer(console, arrays)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from smeltscope.commands import dyck_tables
 from smeltscope.commands.terminal import number, with_interval
+from smeltscope.probes.summary import doubt_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,7 +31,6 @@ MOST_COLUMNS = 8  # entries of a dimension that stand side by side
 DIFFERENCES = r"(?<!relative_)change|minus"  # in the names of quantities that have a sign
 COUNTS = r"(items|prompts|targets|tokens)(_by_|$)"  # and of those that count something
 ENDS = ("_low", "_high", "_low_all", "_high_all")  # of intervals
-FEWEST = 6  # documents of a category: of fewer, intervals are too narrow by more than a tenth
 FEW = 4  # quantities of a table that nobody has chosen
 
 # Scores of Dyck answers that have a guess by Bayes and one by chance beside them.
@@ -167,17 +167,23 @@ def print_result(console: "Console", result: Result, title: str, *, brief: bool 
         own_table(console, result.summary)
     lows = [low for name, low in result.summary.data_vars.items() if str(name).endswith("_low")]
     if any(bool(low.notnull().any()) for low in lows):
-        what = "Means over heads, " if {*HEADS} & {*result.summary.dims} else ""
-        over, fewest = (result.summary.attrs[name] for name in ("resampled", "fewest"))
+        averaged = [c for t in tables for c in t.columns if {*HEADS} & {*_dims(result, c)}]
+        what = "Means over heads, " if averaged else ""
+        over = result.summary.attrs["resampled"]
         console.print(
             f"{what}[95 % intervals] over {over}; all: probe show RUN --csv.", style="dim"
         )
-        if fewest < FEWEST:
-            console.print(f"They are too narrow: drawn from as few as {fewest} {over} of one kind.")
+        if doubt := doubt_of(result.summary):
+            console.print(doubt)
     console.print(result.sentence)
     if not brief:
         _print_paper(console, result.summary)
     console.print()
+
+
+def _dims(result: Result, column: "Column") -> tuple[str, ...]:
+    """Of the quantity that a column is of, before heads were averaged."""
+    return tuple(map(str, result.summary[str(column.values.name)].dims))
 
 
 def _print_paper(console: "Console", summary: "xr.Dataset") -> None:
