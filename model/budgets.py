@@ -51,11 +51,10 @@ class Sizes:
 
 
 def has_sizes(config: Any) -> bool:
-    """Whether `sizes_of` takes it: a SMELT, a Baseline, or a Qwen3-MoE whose layers are all like theirs."""
-    if config.model_type == "qwen3_moe":
-        dense = config.mlp_only_layers or config.decoder_sparse_step != 1
-        return not dense and config.sliding_window is None
-    return config.model_type == "smelt"
+    """Whether `sizes_of` takes it: a SMELT, a Baseline, or a Qwen3-MoE whose layers are all like theirs; without a window."""
+    if config.model_type not in ("smelt", "qwen3_moe") or config.sliding_window is not None:
+        return False
+    return not config.mlp_only_layers and config.decoder_sparse_step == 1
 
 
 def sizes_of(config: Qwen3MoeConfig) -> Sizes:

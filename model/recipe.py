@@ -149,7 +149,7 @@ class TrainingRecipe:
             raise SmeltscopeError("[training] needs either steps or tokens.")
         _positive(
             "training",
-            length=self.steps or self.tokens or 0,
+            **({"steps": self.steps} if self.tokens is None else {"tokens": self.tokens}),
             batch_tokens=self.batch_tokens,
             learning_rate=self.learning_rate,
             accumulate=self.accumulate,

@@ -163,7 +163,7 @@ class SmeltTrainer(Trainer):
         if not bool(torch.isfinite(loss)):
             raise SmeltscopeError(
                 f"The loss is {loss.item()} at step {self.state.global_step + 1}: "
-                f"{last_good(self.output, self.start)}; try a lower learning_rate."
+                f"{last_good(self.output, self.start)}; train anew, into another folder, with a lower learning_rate."
             )
         of_category = torch.zeros(2, len(self.categories), device=loss.device)
         of_category.index_add_(1, category, torch.stack([losses.detach().sum(1), predicted]))
@@ -246,7 +246,7 @@ class SmeltTrainer(Trainer):
         if broken:  # anywhere, so that all processes stop
             raise SmeltscopeError(
                 f"Weights are no longer numbers after step {self.state.global_step}: "
-                f"{last_good(self.output, self.start)}; try a lower learning_rate."
+                f"{last_good(self.output, self.start)}; train anew, into another folder, with a lower learning_rate."
             )
         needed = bytes_of_checkpoint(self.model)  # type: ignore[arg-type]
         what = f"The checkpoint of step {self.state.global_step}"

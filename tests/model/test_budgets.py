@@ -160,6 +160,8 @@ def test_a_qwen3_moe_that_names_no_head_size() -> None:
 )
 def test_a_qwen3_moe_with_other_layers_has_no_sizes(overrides: dict[str, Any]) -> None:
     assert not has_sizes(tiny("qwen3_moe", **overrides).config)
+    if "sliding_window" in overrides:
+        assert not has_sizes(tiny("smelt", **overrides).config)
     assert not has_sizes(tiny("olmoe").config)
 
 

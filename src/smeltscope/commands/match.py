@@ -95,6 +95,7 @@ def match(
 
     BASELINE is named as for `smelt info`. What is not fixed by an option is searched on multiples of 8.
     """
+    from smeltscope.model.budgets import has_sizes
     from smeltscope.model.config_files import load_config, model_table
     from smeltscope.model.matching import TOLERANCES, Choices, find_matches
 
@@ -104,6 +105,10 @@ def match(
     if config.model_type != "smelt":
         raise SmeltscopeError(
             f"{baseline} is a {config.model_type}; a match begins with a Baseline, a SMELT configuration of one visit."
+        )
+    if not has_sizes(config):
+        raise SmeltscopeError(
+            f"{baseline} has a sliding window, whose FLOPs and cache are not counted: match a configuration without one."
         )
     length = length_of(config, document_length)
     matches = find_matches(
