@@ -97,5 +97,7 @@ def _run(page: Path, *flags: str, columns: int = 1) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise SmeltscopeError(f"The browser took more than {PATIENCE} s for {page}.") from error
+            raise SmeltscopeError(
+                f"The browser took more than {PATIENCE} s for {page}: make the report of fewer runs, or print that page."
+            ) from error
     return done.stdout or done.stderr

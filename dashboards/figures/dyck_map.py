@@ -346,11 +346,12 @@ def prompt_map(
             (f"visit {visits[1]} minus visit {visits[0]}", rows[visits[1]] - rows[visits[0]], True)
         )
     heights = [1.0, *[max(2.5, 2.0 * len(targets))] * len(maps)]
+    plot_pixels = 30 + len(maps) * (50 + TARGET_PIXELS * max(1, len(targets)))
     figure = make_subplots(
         rows=1 + len(maps),
         cols=1,
         shared_xaxes=True,
-        vertical_spacing=0.06,
+        vertical_spacing=max(0.06, 26 / plot_pixels),  # room for a title
         row_heights=heights,
         subplot_titles=["", *(name for name, _, _ in maps)],
     )
@@ -409,11 +410,11 @@ def prompt_map(
         figure,
         f"Head {head} of layer {layer}: attention from each target on the prompt",
         f"example {example}: {label(prompt['example_id'].item(), 60)}",
-        height=270 + len(maps) * (50 + TARGET_PIXELS * max(1, len(targets))),
-        bottom=170,
+        height=260 + plot_pixels,
+        bottom=190,
     )
     # the legend of regions above the scales
-    return figure.update_layout(legend={"y": 72 / figure.layout.height}, margin={"l": 96})
+    return figure.update_layout(legend={"y": 84 / figure.layout.height}, margin={"l": 96})
 
 
 def _region_strip(
