@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from smeltscope.model import Execution
 
 Ablation = Literal["resample", "mean", "zero"]
+
+AT_ONCE = 16  # prompts of which a mean is taken
+# What heads read on average, by model, likeness of the prompts, and execution.
+_Means = WeakKeyDictionary[Any, dict[tuple[Any, ...], dict[int, Tensor]]]
 
 _HALF = np.arange(2)  # heads are chosen on the first and judged on the second
 _SEARCHED = {
@@ -67,7 +72,8 @@ class DyckHeads(Probe):
     - `resample`: what the head read in another prompt, the donor, when that ran alone, at the same distance
       from the prompt's end; where the donor is shorter, at its position 1. The donor is the next prompt of the run
       with the same shots, seed and half, after the last one the first.
-    - `mean`: the mean of what the head read in the donor over its positions, the first left out.
+    - `mean`: the mean of what the head read over all prompts of the run with the same shots, seed and half, itself
+      among them, and their positions, the first left out; they ran alone.
     - `zero`: nothing.
 
     Perplexity is exp(mean loss of the targets), each target weighing alike; the rise is the perplexity with the ablation minus that
@@ -81,6 +87,9 @@ class DyckHeads(Probe):
 
     ablation: Ablation = "resample"
     donors: HeldOut | None = field(default=None, repr=False, compare=False)  # the run's prompts
+    _means: _Means = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )  # of each model
 
     name = "dyck-heads"
     names = ("dyck_head_layer", "dyck_head", "dyck_group_layer", "dyck_group")
@@ -182,6 +191,16 @@ class DyckHeads(Probe):
         }
 
     @cached_property
+    def _alike(self) -> dict[tuple[Any, ...], list[int]]:
+        """The nested segments of `donors` with the same shots, seed and half."""
+        assert self.donors is not None and self.donors.prompts is not None
+        labels = self.donors.prompts.labels
+        alike = defaultdict(list)
+        for segment in np.flatnonzero(labels["kind"] == "nested").tolist():
+            alike[_likeness(labels, segment)].append(segment)
+        return dict(alike)
+
+    @cached_property
     def _donors(self) -> dict[tuple[Any, ...], int]:
         """The segment of `donors` that stands in for each prompt, by the prompt's labels."""
         if self.donors is None or self.donors.prompts is None:
@@ -190,13 +209,8 @@ class DyckHeads(Probe):
                 "the run as donors, or choose the ablation 'zero'."
             )
         labels = self.donors.prompts.labels
-        alike = defaultdict(list)
-        for segment in np.flatnonzero(labels["kind"] == "nested").tolist():
-            alike[tuple(labels[name][segment] for name in ("shots", "prompt_seed", "half"))].append(
-                segment
-            )
         donors: dict[tuple[Any, ...], int] = {}
-        for (shots, _, half), segments in alike.items():
+        for (shots, _, half), segments in self._alike.items():
             if len(segments) < 2:
                 raise SmeltscopeError(
                     f"There is one nested prompt alone with {shots} shot{'' if shots == 1 else 's'} in half {half}, and none to resample from: "
@@ -213,6 +227,14 @@ class DyckHeads(Probe):
         if self.ablation == "zero":
             return {}
         assert self.donors is not None  # `check` has seen to it
+        if self.ablation == "mean":
+            means = [self._mean_of(model, _likeness(labels, row)) for row in range(len(ids))]
+            return {
+                index: torch.stack([mean[index] for mean in means])[:, None].expand(
+                    -1, ids.shape[1] - 1, -1, -1
+                )
+                for index in means[0]
+            }
         donors = [self._donors[_key(labels, row)] for row in range(len(ids))]
         padded, sizes = (
             torch.from_numpy(array).to(ids.device) for array in pad_batch(self.donors, donors, 0)
@@ -220,25 +242,48 @@ class DyckHeads(Probe):
         own = torch.arange(1, ids.shape[1], device=ids.device)
         index = own - lengths[:, None] + sizes[:, None]  # (P, T - 1)
         index = index.clamp(1, padded.shape[1] - 1)[..., None, None]
-        positions = torch.arange(padded.shape[1], device=ids.device)
-        counted = ((positions > 0) & (positions < sizes[:, None]))[..., None, None]
         looped = _looped(model)
         given = {}
 
         def on_site(execution: Execution, _: str, pv: Tensor) -> None:
-            if execution.index not in looped:
-                return
-            shape = (-1, ids.shape[1] - 1, *pv.shape[2:])
-            if self.ablation == "resample":
+            if execution.index in looped:
+                shape = (-1, ids.shape[1] - 1, *pv.shape[2:])
                 given[execution.index] = pv.gather(1, index.to(pv.device).expand(shape))
-            else:
-                kept = counted.to(pv.device)
-                mean = (pv.float() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
-                given[execution.index] = mean.to(pv.dtype).expand(shape)
 
         with activations.capture(model, ("pv",), on_site):
             activations.decode(model, padded)
         return given
+
+    def _mean_of(self, model: PreTrainedModel, likeness: tuple[Any, ...]) -> dict[int, Tensor]:
+        """The mean of what heads read in the prompts of this likeness, by execution: (head, size)."""
+        means = self._means.setdefault(model, {})
+        if likeness in means:
+            return means[likeness]
+        assert self.donors is not None
+        looped, segments = _looped(model), self._alike[likeness]
+        sums: dict[int, Tensor] = {}
+        total = 0
+        for first in range(0, len(segments), AT_ONCE):
+            some = segments[first : first + AT_ONCE]
+            padded, sizes = (
+                torch.from_numpy(array).to(model.device)
+                for array in pad_batch(self.donors, some, 0)
+            )
+            positions = torch.arange(padded.shape[1], device=model.device)
+            counted = ((positions > 0) & (positions < sizes[:, None]))[..., None, None]
+            total += int(counted.sum())
+
+            def on_site(
+                execution: Execution, _: str, pv: Tensor, counted: Tensor = counted
+            ) -> None:
+                if execution.index in looped:
+                    read = (pv.float() * counted.to(pv.device)).sum((0, 1))  # (head, size)
+                    sums[execution.index] = sums.get(execution.index, 0) + read
+
+            with activations.capture(model, ("pv",), on_site):
+                activations.decode(model, padded)
+        means[likeness] = {index: (of / total).to(model.dtype) for index, of in sums.items()}
+        return means[likeness]
 
     def estimates(self, run: xr.DataTree, resampling: Resampling) -> Quantities:
         """Perplexities of the targets, and their rises under ablation. `X` stands for `head` and `group`.
@@ -375,6 +420,11 @@ def _looped(model: PreTrainedModel) -> set[int]:
     executions = executions_of(model.config)
     layers = {e.layer for e in executions if e.visit > 1}
     return {e.index for e in executions if e.layer in layers}
+
+
+def _likeness(labels: Mapping[str, np.ndarray], row: int) -> tuple[Any, ...]:
+    """What prompts have in common of which one stands in for another."""
+    return tuple(labels[name][row] for name in ("shots", "prompt_seed", "half"))
 
 
 def _key(labels: Mapping[str, np.ndarray], row: int) -> tuple[Any, ...]:

@@ -144,6 +144,12 @@ def test_one_prompt(probe: Callable[..., Any]) -> None:
     )
     attention = np.array(found["attention"])  # (visit, target, key)
     np.testing.assert_allclose(attention.sum(-1), 1, atol=1e-5)
+    for of_visit, masses in zip(attention, found["mass_by_region"], strict=True):
+        for name, share in masses.items():
+            inside = np.array(found["regions"]) == name
+            assert share == pytest.approx(of_visit.mean(0)[inside].sum(), abs=1e-6)
+        assert sum(masses.values()) == pytest.approx(1, abs=1e-5)
+    assert found["notes"] == []
     assert found["visits"] == [1, 2] and [t.strip() for t in found["gold"]] == [")", ">"]
     assert found["pairs"] == "usual" and "Pairs as" not in result.out
     # The prompt again, the name of each region before what is of it.

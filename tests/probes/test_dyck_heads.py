@@ -21,7 +21,7 @@ from smeltscope.model import (
     load_checkpoint,
     tiny,
 )
-from smeltscope.probes import RunOptions, run_probes, summarize
+from smeltscope.probes import RunOptions, dyck_heads, run_probes, summarize
 from smeltscope.probes.dyck_heads import DyckHeads, dyck_head_of
 from smeltscope.probes.dyck_scores import GUESSES
 from smeltscope.tasks import DocumentInfo, HeldOut, Prompts
@@ -141,7 +141,7 @@ def read_in(model: Any, ids: np.ndarray) -> dict[int, torch.Tensor]:
 def slow_loss(
     model: Any, ids, targets, given, ablation: str, executions: Sequence[int], heads
 ) -> float:
-    """One prompt, one ablation, position by position; `given` is what heads read in the donor."""
+    """One prompt, one ablation, position by position; `given` is what heads read in the donor, or in all prompts of the half."""
 
     def change(index, x):
         if index not in executions:
@@ -151,7 +151,7 @@ def slow_loss(
                 if ablation == "zero":
                     x[0, t, head] = 0
                 elif ablation == "mean":
-                    x[0, t, head] = given[index][0, 1:, head].mean(0)
+                    x[0, t, head] = torch.cat([of[index][0, 1:, head] for of in given]).mean(0)
                 else:
                     x[0, t, head] = given[index][
                         0, max(t - len(ids) + given[index].shape[1], 1), head
@@ -198,7 +198,10 @@ def test_like_plain_hooks(search, name, ablation):
     size = config.num_attention_heads // config.num_key_value_heads
     for row in (0, 3):  # donors are the next but one, of the same half, or the first
         ids, targets = prompts.segment(row), prompts.prompts.targets[row]
-        given = read_in(model, prompts.segment((row + 2) % 4))
+        donor = (row + 2) % 4
+        given: Any = read_in(model, prompts.segment(donor))
+        if ablation == "mean":
+            given = [given, read_in(model, prompts.segment(row))]
         np.testing.assert_allclose(data["loss_sum"][row], loss_of(model, ids, targets), rtol=1e-5)
         assert data["targets"][row].values.tolist() == [[0, 3] if row % 2 else [3, 0]]
         for i, layer in enumerate(data["looped_layer"].values):
@@ -241,6 +244,15 @@ def test_like_transformer_lens(search, tiny_checkpoint):
             expected = -sum(float(log_p[t - 1, ids[t]]) for t in targets)
             found = data["head_loss_sum"].sel(ablated_visits="2")[0, i, head]
             np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+def test_means_are_of_all_prompts_however_many_run_at_once(search, monkeypatch):
+    model, prompts = tiny("smelt", **SMALL), random_prompts()
+    together = by_item(search(model, prompts, "mean"))
+    monkeypatch.setattr(dyck_heads, "AT_ONCE", 1)
+    apart = by_item(search(model, prompts, "mean"))
+    for name in ("loss_sum", "head_loss_sum", "group_loss_sum"):
+        np.testing.assert_allclose(apart[name], together[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize("ablation", ["resample", "mean", "zero"])

@@ -121,7 +121,7 @@ def make_prompt_options(*, items: str, shots: str, seeds: int) -> Decorator:
 @click.option(
     "--ablation", type=click.Choice(["resample", "zero", "mean"]), default="resample",
     show_default=True, help="What takes the place of a head's output in the search: that of another prompt, nothing, or the mean over "
-    "the other prompt's positions.",
+    "prompts and positions.",
 )  # fmt: skip
 @click.option(
     "--examples", type=Examples(), default=3, show_default=True, metavar="N|ITEM,ITEM",

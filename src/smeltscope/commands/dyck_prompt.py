@@ -56,6 +56,10 @@ def show_prompt(
                 "why": why,
                 "visits": [visits[e] for e in shown],
                 "attention": mass.tolist(),
+                "mass_by_region": [
+                    _mass_by_region(of_visit.mean(0), arrays["key_region"][0], regions)
+                    for of_visit in mass
+                ],
             }
         )
         return
@@ -179,6 +183,14 @@ def _print_regions(
     console.print()
 
 
+def _mass_by_region(
+    mass: "np.ndarray", region: "np.ndarray", regions: Sequence[str]
+) -> dict[str, float]:
+    """The mass on the keys of each region that the prompt has."""
+    inside = {name: region == index for index, name in enumerate(regions)}
+    return {name: float(mass[keys].sum()) for name, keys in inside.items() if keys.any()}
+
+
 def _print_visit(
     console: "Console",
     mass: "np.ndarray",
@@ -200,12 +212,9 @@ def _print_visit(
         for line in lines:
             picture.append("\u23ce", style).append("\n").append(line, style)
     console.print(picture)
-    for index, name in enumerate(regions):
-        inside = region == index
-        if inside.any():
-            share = float(mass[inside].sum())
-            bar = "\u2588" * round(BAR * share)
-            console.print(f"  {name:14} {number(share):>6} {bar}")
+    for name, share in _mass_by_region(mass, region, regions).items():
+        bar = "\u2588" * round(BAR * share)
+        console.print(f"  {name:14} {number(share):>6} {bar}")
     rest = 1 - float(mass.sum())
     if rest > 1e-4:
         console.print(f"  {'learned_sink':14} {number(rest):>6}")
