@@ -253,6 +253,10 @@
         if (CHOICES[name].includes(text)) state[name] = text;
         else unmet.push(`${name} ${text}`);
       } else if (name === "mask") state.mask = text === "1";
+      else if (name === "zero") {
+        state.zero = textOfZeroed(zeroedOf(text));
+        if (state.zero !== text) unmet.push(`zero ${text}`);
+      }
       else state[name] = text;
     }
     return { state, unmet };
@@ -1200,6 +1204,7 @@
       this.runLabel.hidden = runs.length < 2;
       this.composer.button.hidden = !live;
       if (!(this.state.run < runs.length) || this.state.run === null) {
+        if (this.state.run !== null) this.unmet.push(`run ${this.state.run}`);
         const first = runs.findIndex((run) => run.examples.length);
         this.state.run = first >= 0 ? first : Math.max(0, runs.findIndex((run) => !run.trouble));
       }

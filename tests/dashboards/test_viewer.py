@@ -627,8 +627,15 @@ def test_a_link_reopens_the_view(visit: Callable, address: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("?layer=99&head=99&q=99999&run=9&ex=9", "no example 9, no layer 99, no token 99999 here"),
-        ("?visit=7&dir=up&scale=x&sort=y&zero=z&layer=-1", ""),  # no numbers at all
+        (
+            "?layer=99&head=99&q=99999&run=9&ex=9",
+            "no run 9, no example 9, no layer 99, no token 99999 here",
+        ),
+        (
+            "?visit=7&dir=up&scale=x&sort=y&zero=z&layer=-1",
+            "no zero z, no layer -1, no dir up, no scale x, no sort y, no visit 7 here",
+        ),
+        ("?visit=1&dir=to", ""),
     ],
 )
 def test_links_to_what_is_not_there(bad: str, says: str, visit: Callable, address: str) -> None:

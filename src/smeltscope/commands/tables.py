@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from smeltscope.commands import dyck_tables
 from smeltscope.commands.terminal import number, with_interval
-from smeltscope.probes.summary import doubt_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -156,6 +155,8 @@ def quantities_in(summary: "xr.Dataset") -> list[str]:
 
 def print_result(console: "Console", result: Result, title: str, *, brief: bool = False) -> None:
     """The tables of a probe, what it found in a sentence, and what the paper reports; if `brief`, the first table alone."""
+    from smeltscope.probes.summary import doubt_of
+
     console.print(title, style="bold", soft_wrap=True)
     tables = tables_of(result.averaged, str(result.summary.attrs["probe"]))
     for table in tables[:1] if brief else tables:
