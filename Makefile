@@ -28,7 +28,7 @@ demo: $(VENV)/.installed
 test: lint suite
 
 suite: $(VENV)/.installed-test browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --durations 20
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
