@@ -709,7 +709,6 @@ def _figures(
     else:
         shown = [(of, None) for of in (run, *others)]
     made: list[Any] = []
-    drawn: list[dict[str, Any]] = []
     graphs: list[Any] = []
     for of, beside in shown:
         versions = (of.version(), beside and beside.version())
@@ -723,14 +722,14 @@ def _figures(
         if figure is None:
             continue
         graph = dcc.Graph(
-            id={"kind": "figure", "name": f"{kind.name}-{len(drawn)}"},
+            id={"kind": "figure", "name": f"{kind.name}-{len(graphs)}"},
+            figure=figure,
             config=cast(Any, PLOTLY_CONFIG),
             style={"height": figure["layout"].get("height", 450)},  # or it takes what its frame has
         )
-        drawn.append(figure)
         graphs.append(graph)
         made.append(html.Figure([*caption, graph]))
-    for graph, figure in zip(graphs, on_one_scale(drawn), strict=True):
+    for graph, figure in zip(graphs, on_one_scale([g.figure for g in graphs]), strict=True):
         graph.figure = in_theme(figure, scheme)
     return [html.Div(made, className="figures")] if made else []
 

@@ -141,18 +141,14 @@ class Quantity:
     trials: np.ndarray | None = None
 
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """That of the estimate, and of a share of 0 or 1 one that is not without width."""
+        """That of the estimate, but of a share of exactly 0 or 1 Clopper and Pearson's: draws of things that are all alike are
+        alike too, whatever the others may be. Of n things it ends at tail^(1 / n), with tail = 2.5 %."""
         low, high = self.estimate.interval()
-        return (low, high) if self.trials is None else self._of_share(low, high, self.trials)
-
-    def _of_share(
-        self, low: np.ndarray, high: np.ndarray, trials: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws of things that are all alike are alike too, whatever the things that were not drawn are. Of n things Clopper and
-        Pearson's interval then ends at tail^(1 / n), with tail = 2.5 %."""
+        if self.trials is None:
+            return low, high
         value, known = self.estimate.value, np.isfinite(low)
         with np.errstate(divide="ignore"):
-            end = ((1 - LEVEL) / 2) ** (1 / np.asarray(trials, dtype=np.float64))
+            end = ((1 - LEVEL) / 2) ** (1 / self.trials)
         high = np.where(known & (value == 0), 1 - end, high)
         low = np.where(known & (value == 1), end, low)
         return low, high

@@ -256,8 +256,7 @@
       else if (name === "zero") {
         state.zero = textOfZeroed(zeroedOf(text));
         if (state.zero !== text) unmet.push(`zero ${text}`);
-      }
-      else state[name] = text;
+      } else state[name] = text;
     }
     return { state, unmet };
   }

@@ -86,20 +86,19 @@ def has_values(summary: xr.Dataset, name: str) -> bool:
 
 def on_one_scale(figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of figures of one kind, as plotly.js takes them, in which a colour stands for the same value."""
-    layouts = [figure["layout"] for figure in figures]
-    ends: dict[str, list[float]] = {}
-    for layout in layouts:
-        for name, axis in layout.items():
+    ends: dict[str, dict[str, float]] = {}
+    for figure in figures:
+        for name, axis in figure["layout"].items():
             if name.startswith("coloraxis") and axis.get("showscale", True) and "cmax" in axis:
-                low, high = ends.get(name, (axis["cmin"], axis["cmax"]))
-                ends[name] = [min(low, axis["cmin"]), max(high, axis["cmax"])]
-    return [
-        {**figure, "layout": {**layout, **{
-            name: {**layout[name], "cmin": low, "cmax": high}
-            for name, (low, high) in ends.items() if name in layout
-        }}}
-        for figure, layout in zip(figures, layouts, strict=True)
-    ]  # fmt: skip
+                end = ends.setdefault(name, {"cmin": axis["cmin"], "cmax": axis["cmax"]})
+                end["cmin"] = min(end["cmin"], axis["cmin"])
+                end["cmax"] = max(end["cmax"], axis["cmax"])
+    alike = []
+    for figure in figures:
+        layout = figure["layout"]
+        axes = {name: layout[name] | end for name, end in ends.items() if name in layout}
+        alike.append(figure | {"layout": layout | axes})
+    return alike
 
 
 def themed(figure: go.Figure, theme: Theme) -> go.Figure:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from smeltscope.tasks.dyck.prompts import Kind
 
 NESTED_SHOTS = (1, 2, 4, 8)
-FEWEST_NESTED = (
-    4  # two in each half: what a head reads in one stands in for what it reads in the other
-)
+FEWEST_NESTED = 4  # two in each half, of which one stands in for the other
 MANY = 1_000  # prompts that take long to make
 _OF_RUNS = (  # options that --prompt has no use for
     "data", "items", "shots", "seeds", "pairing", "reveal", "baseline", "nested", "ablation", "examples", "batch_tokens",
